@@ -1,0 +1,150 @@
+"""What a model and its limits are: the input of every plan.
+
+Knows layers, limits and their ranges. Does not know files: the dialects fill it in.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from numba_kv.config.layers import AttentionLayer, check_donors
+from numba_kv.config.read import show
+from numba_kv.config.rope import RopeConfig
+from numba_kv.dtypes import KV_CACHE_DTYPES, DType, dtype
+from numba_kv.errors import ConfigError
+from numba_kv.geometry import INT32_MAX, check_page_tokens
+
+__all__ = ["MAX_KV_CACHE_CAPACITY", "LLMEngineConfig", "check_int", "check_kv_cache_dtype"]
+
+#: Largest capacity in tokens that still fits int32 after rounding to whole tiles.
+MAX_KV_CACHE_CAPACITY = INT32_MAX // 256 * 256
+
+
+def check_int(name: str, value: object, low: int, high: int) -> None:
+    """Refuse a `value` that is not an integer from `low` to `high`; `name` is the argument's.
+
+    Raises
+    ------
+    ConfigError
+        Naming the argument, the value and the range.
+    """
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ConfigError(f"{name}: {show(value)} is not an integer")
+    if not low <= value <= high:
+        raise ConfigError(f"{name}: {show(value)} is not in {low}..{high}")
+
+
+def check_kv_cache_dtype(name: object) -> str:
+    """Return the project's name of the element type `name`, if pools can be stored in it.
+
+    Raises
+    ------
+    ConfigError
+        Otherwise.
+    """
+    try:
+        found = dtype(name).name if isinstance(name, (str, DType)) else ""
+    except ConfigError:
+        found = ""
+    if found not in KV_CACHE_DTYPES:
+        raise ConfigError(f"kv_cache_dtype: {show(name)} is not one of {', '.join(KV_CACHE_DTYPES)}")
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class LLMEngineConfig:
+    """A decoder-only model's caches and the limits they are built for.
+
+    Attributes
+    ----------
+    model_type : str
+        Family name of the configuration, for messages.
+    layers : tuple of AttentionLayer
+        The attention layers in model order.
+    max_batch_size : int
+        B, rows.
+    max_kv_cache_capacity : int
+        Most tokens of one row.
+    page_tokens : int
+        P, a power of two from 1 to 256.
+    kv_cache_dtype : str
+        Element type of the pools: float16, bfloat16, float8_e4m3 or float32.
+    max_step_tokens : int
+        C: the most tokens that one step appends to a row with every key readable from pages, and how far a row may
+        always be rewound. Longer steps are legal; see `StepView.carry_slots`.
+    max_batch_tokens : int
+        Most tokens of all rows in one step.
+    num_kv_pages : int or None
+        Usable pages of the full-attention pool (reserved pages come on top); None: every row at full length.
+    lookahead_pages : int
+        Pages that a full-attention row is mapped ahead of its length.
+    hidden_size, vocab_size : int
+        0 where the configuration does not say.
+    max_lora_rank : int
+        0: no LoRA.
+    num_deepstack_features : int
+        Deep-stack inputs of the engine; decides the size of the zero buffer.
+    ropes : tuple of RopeConfig
+        One, or two for models whose sliding and full layers rotate differently (sliding first); empty if not stated.
+    use_bounded_swa : bool
+        Whether window layers live in rings; False gives them full rows (the reference's full mode).
+    max_input_len : int
+        Longest prompt the engine was built for; 0 where the configuration does not say.
+    reduced_vocab_size : int
+        Size of the output vocabulary where it is smaller than `vocab_size`; 0: it is not.
+    eos_token_ids : tuple of int
+        Tokens that end a sequence, as far as the configuration states them.
+    """
+
+    model_type: str = ""
+    layers: tuple[AttentionLayer, ...]
+    max_batch_size: int
+    max_kv_cache_capacity: int
+    page_tokens: int = 16
+    kv_cache_dtype: str = "bfloat16"
+    max_step_tokens: int = 1
+    max_batch_tokens: int = 8192
+    num_kv_pages: int | None = None
+    lookahead_pages: int = 4
+    hidden_size: int = 0
+    vocab_size: int = 0
+    max_lora_rank: int = 0
+    num_deepstack_features: int = 0
+    ropes: tuple[RopeConfig, ...] = field(default=())
+    use_bounded_swa: bool = True
+    max_input_len: int = 0
+    reduced_vocab_size: int = 0
+    eos_token_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.layers, tuple) or not all(isinstance(layer, AttentionLayer) for layer in self.layers):
+            raise ConfigError("layers: a tuple of AttentionLayer is wanted")
+        check_int("max_batch_size", self.max_batch_size, 1, INT32_MAX)
+        check_int("max_kv_cache_capacity", self.max_kv_cache_capacity, 1, MAX_KV_CACHE_CAPACITY)
+        check_page_tokens(self.page_tokens)
+        check_int("max_step_tokens", self.max_step_tokens, 1, self.max_kv_cache_capacity)
+        check_int("max_batch_tokens", self.max_batch_tokens, 1, INT32_MAX)
+        check_int("lookahead_pages", self.lookahead_pages, 0, INT32_MAX)
+        if self.num_kv_pages is not None:
+            check_int("num_kv_pages", self.num_kv_pages, 1, INT32_MAX // 2)
+        for name in (
+            "hidden_size",
+            "vocab_size",
+            "max_lora_rank",
+            "num_deepstack_features",
+            "max_input_len",
+            "reduced_vocab_size",
+        ):
+            check_int(name, getattr(self, name), 0, INT32_MAX)
+        object.__setattr__(self, "kv_cache_dtype", check_kv_cache_dtype(self.kv_cache_dtype))
+        if self.max_batch_tokens < self.max_batch_size:
+            raise ConfigError(
+                f"max_batch_tokens: {self.max_batch_tokens} is below max_batch_size {self.max_batch_size}; "
+                "a decode step of every row must fit"
+            )
+        check_donors(self.layers)
+
+    @property
+    def has_window_layers(self) -> bool:
+        """Whether any layer is sliding or chunked."""
+        return any(not layer.window.is_full for layer in self.layers)

@@ -1,0 +1,116 @@
+"""Device memory with counted bytes.
+
+Knows how a target gives and takes memory. Does not know what is stored in it.
+"""
+
+from __future__ import annotations
+
+import mmap
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from numba_kv.errors import CapacityError
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+__all__ = ["Memory", "MemoryStats", "host_memory", "pinned_memory"]
+
+#: From this size on host pools are mapped lazily and without reserving swap.
+_LAZY_FROM = 1 << 20
+
+
+@dataclass
+class MemoryStats:
+    """Bytes and allocations that a device has given out.
+
+    Attributes
+    ----------
+    current_bytes, peak_bytes, total_bytes : int
+        Held now, most ever held, sum of all.
+    allocations, frees : int
+        Calls.
+    """
+
+    current_bytes: int = 0
+    peak_bytes: int = 0
+    total_bytes: int = 0
+    allocations: int = 0
+    frees: int = 0
+
+    def took(self, nbytes: int) -> None:
+        """Count an allocation."""
+        self.current_bytes += nbytes
+        self.total_bytes += nbytes
+        self.peak_bytes = max(self.peak_bytes, self.current_bytes)
+        self.allocations += 1
+
+    def gave(self, nbytes: int) -> None:
+        """Count a free."""
+        self.current_bytes -= nbytes
+        self.frees += 1
+
+
+class Memory:
+    """A block of memory. Owns it; `close` gives it back once.
+
+    Attributes
+    ----------
+    address, nbytes : int
+        First byte and size.
+    array : uint8 array or None
+        The bytes, where the host can reach them.
+    """
+
+    def __init__(self, address: int, nbytes: int, array: NDArray[np.uint8] | None, native: Any, stats: MemoryStats) -> None:
+        self.address = address
+        self.nbytes = nbytes
+        self.array = array
+        self._native = native
+        self._stats = stats
+        self.is_closed = False
+        stats.took(nbytes)
+
+    def close(self, stream: Any = None) -> None:
+        """Give the memory back; a second call does nothing. On `cuda` the free is ordered on `stream`."""
+        if self.is_closed:
+            return
+        self.is_closed = True
+        self._stats.gave(self.nbytes)
+        native, self._native, self.array = self._native, None, None
+        if native is not None and stream is not None:
+            native.close(stream.native)
+
+
+def host_memory(nbytes: int, stats: MemoryStats) -> Memory:
+    """Return zeroed host memory, committed only when it is touched, aligned to 256 bytes."""
+    import numpy as np
+
+    if nbytes >= _LAZY_FROM and hasattr(mmap, "MAP_NORESERVE"):
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_NORESERVE
+        try:
+            raw = np.frombuffer(mmap.mmap(-1, nbytes, flags=flags), np.uint8)
+        except (OSError, ValueError, OverflowError) as error:
+            raise CapacityError(f"host memory: {nbytes} bytes cannot be mapped ({error})", needed=nbytes, free=0) from error
+    else:
+        try:
+            raw = np.zeros(nbytes + 256, np.uint8)
+        except MemoryError as error:
+            raise CapacityError(f"host memory: {nbytes} bytes cannot be allocated", needed=nbytes, free=0) from error
+        skip = -raw.ctypes.data % 256
+        raw = raw[skip : skip + nbytes]
+    return Memory(raw.ctypes.data, nbytes, raw, None, stats)
+
+
+def pinned_memory(nbytes: int, stream: Any, stats: MemoryStats) -> Memory:
+    """Return page-locked host memory of the current CUDA device (not zeroed)."""
+    import ctypes
+
+    import numpy as np
+    from cuda.core import LegacyPinnedMemoryResource
+
+    buffer = LegacyPinnedMemoryResource().allocate(nbytes, stream=stream.native)
+    address = int(buffer.handle)
+    array = np.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), np.uint8)
+    return Memory(address, nbytes, array, buffer, stats)

@@ -1,0 +1,105 @@
+"""Staging: page-locked blocks through which the host sends small changes without waiting.
+
+Each block is guarded by an event: it is written again only after its last copy has run. When every block is in flight a
+new one is made, up to a limit, so that uploads back to back do not stall the host.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from numba_kv.errors import InputError, InvariantError
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from numba_kv.device.device import Device
+    from numba_kv.device.memory import Memory
+    from numba_kv.device.stream import Event, Stream
+    from numba_kv.device.tensor import Tensor
+
+__all__ = ["Staging"]
+
+
+class _Block:
+    def __init__(self, memory: Memory, words: NDArray[np.int32]) -> None:
+        self.memory = memory
+        self.words = words
+        self.event: Event | None = None
+
+
+class Staging:
+    """A ring of staging blocks of int32 words. Owns them.
+
+    Parameters
+    ----------
+    device : Device
+        Where the copies go.
+    num_words : int
+        Words of a block.
+    max_blocks : int
+        Blocks after which a further upload waits for the oldest.
+    """
+
+    def __init__(self, device: Device, num_words: int, max_blocks: int = 16) -> None:
+        self._device = device
+        self._num_words = num_words
+        self._max_blocks = max_blocks
+        self._blocks: list[_Block] = []
+        self._next = 0
+        self._grow()
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks made so far."""
+        return len(self._blocks)
+
+    def acquire(self) -> NDArray[np.int32]:
+        """Return a block to write: int32 [num_words], until the next `send`.
+
+        Stream: host only, unless `max_blocks` copies are in flight; then it waits for the oldest.
+        """
+        block = self._blocks[self._next]
+        if block.event is not None and not block.event.is_done:
+            if len(self._blocks) < self._max_blocks:
+                self._grow()
+                block = self._blocks[self._next]
+            else:
+                block.event.synchronize()
+        return block.words
+
+    def send(self, parts: list[tuple[int, int, Tensor, int]], stream: Stream) -> None:
+        """Copy ranges of the acquired block to the device.
+
+        Parameters
+        ----------
+        parts : list of (first_word, num_words, destination, destination_word)
+            Ranges; the destinations are dense int32 tensors.
+        stream : Stream
+            Enqueues the copies and an event on it.
+        """
+        block = self._blocks[self._next]
+        base = block.memory.address
+        for first, count, destination, at in parts:
+            if first < 0 or count < 0 or first + count > self._num_words or at < 0 or at + count > destination.size:
+                raise InputError(f"staging: words {first}..{first + count} to {at} do not fit the block or the destination")
+            if count:
+                self._device.copy_to_device(destination.address + 4 * at, base + 4 * first, 4 * count, stream)
+        block.event = stream.record()
+        self._next = (self._next + 1) % len(self._blocks)
+
+    def close(self) -> None:
+        """Wait for copies in flight and give the blocks back."""
+        for block in self._blocks:
+            if block.event is not None:
+                block.event.synchronize()
+            block.memory.close(self._device.stream)
+        self._blocks = []
+
+    def _grow(self) -> None:
+        memory = self._device.allocate_staging(4 * max(1, self._num_words))
+        if memory.array is None:
+            raise InvariantError("staging memory is not host memory")
+        words = memory.array.view("int32")[: self._num_words]
+        self._blocks.insert(self._next, _Block(memory, words))

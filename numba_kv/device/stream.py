@@ -1,0 +1,132 @@
+"""Streams and events.
+
+On `cuda` a stream is a `cuda.core.Stream`; on `cpu` and `sim` work is done when the call returns, so streams only keep
+the order that a program states.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from numba_kv.errors import InputError, StateError
+
+__all__ = ["CudaStream", "Event", "HostStream", "Stream", "stream_handle"]
+
+
+class Event:
+    """A point in a stream. Created by `Stream.record`; borrows nothing."""
+
+    def __init__(self, native: Any = None) -> None:
+        self.native = native
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the work before the event has finished (host only, does not wait)."""
+        return True if self.native is None else bool(self.native.is_done)
+
+    def synchronize(self) -> None:
+        """Wait until the work before the event has finished."""
+        if self.native is not None:
+            self.native.sync()
+
+
+class Stream:
+    """An order of work on one device.
+
+    Attributes
+    ----------
+    handle : int
+        The driver's stream address; 0 on the host targets.
+    """
+
+    handle: int = 0
+
+    def record(self) -> Event:
+        """Enqueue and return an event after all work enqueued so far."""
+        raise StateError("Stream is abstract; take one from a device")
+
+    def wait(self, event: Event) -> None:
+        """Make work enqueued from now on wait for `event`. Enqueues; the host does not wait."""
+        raise StateError("Stream is abstract; take one from a device")
+
+    def synchronize(self) -> None:
+        """Wait until all work enqueued so far has finished."""
+        raise StateError("Stream is abstract; take one from a device")
+
+    def close(self) -> None:
+        """Give the stream back if this object owns it."""
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(0x{self.handle:x})"
+
+
+class HostStream(Stream):
+    """Stream of the `cpu` and `sim` targets: every call has finished when it returns."""
+
+    def record(self) -> Event:
+        """Return an event that is done."""
+        return Event()
+
+    def wait(self, event: Event) -> None:
+        """Wait for `event` (another device's stream may have recorded it)."""
+        event.synchronize()
+
+    def synchronize(self) -> None:
+        """Return at once: nothing is ever pending."""
+
+
+class CudaStream(Stream):
+    """Stream of the `cuda` target. Owns the native stream only if it was created by the device."""
+
+    def __init__(self, native: Any, *, owns: bool, owner: object = None) -> None:
+        from cuda.bindings import driver
+
+        self.native = native
+        self.handle = int(native.handle)
+        self.driver_stream = driver.CUstream(self.handle)
+        self._owns = owns
+        self._owner = owner  # a foreign stream lives as long as its own object
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        """Return the protocol's version and the stream address."""
+        return (0, self.handle)
+
+    def record(self) -> Event:
+        """Enqueue and return an event after all work enqueued so far."""
+        return Event(self.native.record())
+
+    def wait(self, event: Event) -> None:
+        """Make work enqueued from now on wait for `event`."""
+        if event.native is not None:
+            self.native.wait(event.native)
+
+    def synchronize(self) -> None:
+        """Wait until all work enqueued so far has finished."""
+        self.native.sync()
+
+    def close(self) -> None:
+        """Destroy the native stream if it is owned."""
+        if self._owns:
+            self._owns = False
+            self.native.close()
+
+
+def stream_handle(stream: object) -> int:
+    """Return the driver address of a foreign stream: an int, or an object with `__cuda_stream__` or `cuda_stream`.
+
+    Raises
+    ------
+    InputError
+        If `stream` is none of these.
+    """
+    if isinstance(stream, int) and not isinstance(stream, bool):
+        return stream
+    protocol = getattr(stream, "__cuda_stream__", None)
+    if protocol is not None:
+        pair = protocol() if callable(protocol) else protocol
+        return int(pair[1])
+    for name in ("cuda_stream", "ptr", "handle"):  # torch, CuPy, Numba
+        value = getattr(stream, name, None)
+        if value is not None:
+            return int(getattr(value, "value", value) or 0)
+    raise InputError(f"stream: {stream!r} is not a stream (an int handle, or an object with __cuda_stream__)")

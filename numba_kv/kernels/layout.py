@@ -1,0 +1,61 @@
+"""Columns of the arrays that host and kernels share: one place, so that both sides agree.
+
+`groups` int64 [G, 16]: one row a window group. `edits` int32: the block of a composition change::
+
+    | record 0 | record 1 | ... | page ids of all records | counts [B] | cu_seqlens_q [B+1] |
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+__all__ = ["Status"]
+
+# columns of `groups`
+SHIFT = 0  # log2 of page_tokens
+KIND = 1
+WINDOW = 2  # tokens of the window or chunk
+RING = 3  # R
+WIDTH = 4  # L
+NUM_PAGES = 5  # N: V = K + N; N - 2 is the null page
+TABLE_AT = 6  # first element of the group's page tables
+BLOCK_AT = 7  # ... block tables
+SLOT_AT = 8  # ... slot mapping
+CARRY_AT = 9  # ... carry slots
+CARRY_WIDTH = 10
+
+# values of KIND
+FULL = 0
+SLIDING = 1
+CHUNKED = 2
+EMPTY = 3  # the full group of a model without full-attention layers
+
+# words of a record
+RECORD_WORDS = 10
+ROW = 0
+FLAGS = 1
+FIRST = 2  # full group: first logical page that gets an id
+COUNT = 3  # ... how many
+IDS_AT = 4  # ... first word of the ids in `edits`
+CLEAR_FROM = 5  # full group: logical pages that become unmapped, disjoint from those that get an id
+CLEAR_TO = 6
+RINGS_AT = 7  # first word of the ring pages of all window groups, one group after the other
+LOW_TOKENS = 8  # the row's length lies in [LOW_TOKENS, HIGH_TOKENS]: bounds what a reset has to clear
+HIGH_TOKENS = 9
+
+# bits of FLAGS
+RESET = 1  # length 0, nothing mapped
+LIVE = 2  # with RESET: the row gets ring pages; without it, it is retired
+
+
+class Status(IntEnum):
+    """Why the device refused a row's step; the row is unchanged until the host clears the word."""
+
+    OK = 0
+    BAD_COUNT = 1
+    OVER_CAPACITY = 2
+    PAGE_MISSING = 3
+    REWIND_TOO_FAR = 4
+
+
+OK, BAD_COUNT, OVER_CAPACITY, PAGE_MISSING, REWIND_TOO_FAR = (int(s) for s in Status)

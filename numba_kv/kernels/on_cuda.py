@@ -1,0 +1,115 @@
+"""The `cuda` target: compiled once to a cubin, launched by one driver call."""
+
+from __future__ import annotations
+
+import linecache
+import re
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from numba_kv.device.build_cache import read_product, write_product
+from numba_kv.device.module import Function, ptx_to_cubin
+from numba_kv.errors import InvariantError
+from numba_kv.kernels.jit import specialise
+from numba_kv.kernels.numba_targets import array_from_address, compile_to_ptx, cuda_device_function
+from numba_kv.kernels.source import build_key, call_arguments, unpack_lines
+
+if TYPE_CHECKING:
+    from numba_kv.device.stream import Stream
+    from numba_kv.kernels.jit import Kernel, Launch
+
+__all__ = ["compile_ptx", "cuda_runner"]
+
+_functions: dict[tuple[str, int], Function] = {}
+_lock = threading.Lock()
+
+_THREAD_ENTRY = """
+def entry({parameters}):
+    item = np.int64(cuda.blockIdx.x) * np.int64(cuda.blockDim.x) + np.int64(cuda.threadIdx.x)
+    if item < w0:
+        {unpack}
+        _work(item, {arguments})
+"""
+
+_BLOCK_ENTRY = """
+def entry({parameters}):
+    item = np.int64(cuda.blockIdx.x)
+    if item < w0:
+        {unpack}
+        _work(item, np.int64(cuda.threadIdx.x), np.int64(cuda.blockDim.x), {arguments})
+"""
+
+
+def compile_ptx(kernel: Kernel, compute_capability: tuple[int, int]) -> str:
+    """Return the kernel's PTX for one architecture. Needs no GPU."""
+    import numpy as np
+    from numba import cuda
+
+    text = (_BLOCK_ENTRY if kernel.block_form else _THREAD_ENTRY).format(
+        parameters=", ".join(f"w{i}" for i in range(kernel.num_words)),
+        unpack="\n        ".join(unpack_lines(kernel, "w{i}")),
+        arguments=call_arguments(kernel),
+    )
+    scope: dict[str, Any] = {"np": np, "cuda": cuda, "_work": cuda_device_function(specialise(kernel.function, cuda_device_function))}
+    for argument in kernel.arguments.values():
+        if argument.dtype is not None:
+            kind = argument.dtype.storage_name if argument.dtype.is_extension else argument.dtype.name
+            scope[f"{kind}_{argument.ndim}"] = array_from_address(kind, argument.ndim, True)
+    filename = f"<numba_kv entry {kernel.name}>"
+    linecache.cache[filename] = (len(text), None, text.splitlines(True), filename)
+    exec(compile(text, filename, "exec"), scope)
+    ptx = compile_to_ptx(scope["entry"], kernel.num_words, compute_capability)
+    _check_parameters(kernel, ptx)
+    return ptx
+
+
+def entry_name(ptx: str) -> str:
+    """Return the name of the only kernel in `ptx`."""
+    names = re.findall(r"\.visible\s+\.entry\s+(\w+)", ptx)
+    if len(names) != 1:
+        raise InvariantError(f"PTX holds {len(names)} kernels, 1 expected")
+    return str(names[0])
+
+
+def _check_parameters(kernel: Kernel, ptx: str) -> None:
+    """Refuse PTX whose parameters are not exactly the block's 64-bit words."""
+    header = ptx[ptx.index(".visible .entry") :]
+    kinds = re.findall(r"\.param\s+\.(\w+)", header[: header.index(")")])
+    if len(kinds) != kernel.num_words or set(kinds) - {"u64", "b64", "s64"}:
+        raise InvariantError(f"kernel {kernel.name}: {kernel.num_words} 64-bit parameters expected, PTX has {kinds}")
+
+
+def _cubin(kernel: Kernel, compute_capability: tuple[int, int]) -> tuple[bytes, str]:
+    key = f"cuda-{build_key()}-sm{compute_capability[0]}{compute_capability[1]}"
+    cubin, name = read_product(key, f"{kernel.name}.cubin"), read_product(key, f"{kernel.name}.entry")
+    if cubin and name:
+        return cubin, name.decode()
+    ptx = compile_ptx(kernel, compute_capability)
+    cubin, _ = ptx_to_cubin(ptx, compute_capability)
+    write_product(key, f"{kernel.name}.cubin", cubin)
+    write_product(key, f"{kernel.name}.entry", entry_name(ptx).encode())
+    return cubin, entry_name(ptx)
+
+
+def cuda_runner(launch: Launch) -> Callable[[int, Stream], None]:
+    """Return a function that enqueues the bound kernel over items by one driver call."""
+    import numpy as np
+
+    kernel, device, block, threads = launch.kernel, launch.device, launch.block, launch.threads
+    with _lock:
+        place = (kernel.name, device.ordinal)
+        if place not in _functions:
+            cubin, entry = _cubin(kernel, device.compute_capability)  # type: ignore[attr-defined]
+            _functions[place] = Function(cubin, entry)
+        function = _functions[place]
+    base = block.ctypes.data
+    addresses = np.arange(base, base + 8 * len(block), 8, dtype=np.uint64)
+    parameters, block_form = addresses.ctypes.data, kernel.block_form
+    per_block = 1 if block_form else threads
+
+    def run(items: int, stream: Stream, _keep: Any = addresses) -> None:
+        block[0] = items
+        function.launch(-(-items // per_block), threads, parameters, stream)  # type: ignore[arg-type]
+
+    return run

@@ -1,0 +1,60 @@
+"""What a kernel takes: the declared element type and number of axes of every argument.
+
+A bound launch passes addresses, so a wrong element type would be reinterpreted without a word; declarations are what a
+launch is checked against.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from numba_kv.device.tensor import Tensor
+from numba_kv.dtypes import DType, dtype
+from numba_kv.errors import InputError, ShapeError
+
+__all__ = ["Argument", "array", "scalar"]
+
+
+@dataclass(frozen=True, slots=True)
+class Argument:
+    """One declared argument: a dense array of `ndim` axes, or a 64-bit integer (`dtype` None)."""
+
+    dtype: DType | None
+    ndim: int = 0
+
+    @property
+    def words(self) -> int:
+        """64-bit words it takes in a parameter block: address and extents, or the value."""
+        return 1 if self.dtype is None else 1 + self.ndim
+
+    def pack(self, name: str, value: Any) -> list[int]:
+        """Return the words of `value`.
+
+        Raises
+        ------
+        ShapeError, InputError
+            If it is not what was declared.
+        """
+        if self.dtype is None:
+            try:
+                return [int(value.__index__())]
+            except AttributeError:
+                raise InputError(f"{name}: {value!r} is not an integer") from None
+        if not isinstance(value, Tensor):
+            raise InputError(f"{name}: {type(value).__name__} is not a Tensor")
+        if value.dtype is not self.dtype or value.ndim != self.ndim:
+            raise ShapeError(f"{name}: {value.dtype} with {value.ndim} axes given, {self.dtype} with {self.ndim} wanted")
+        if not value.is_contiguous:
+            raise ShapeError(f"{name}: strides {value.strides} given, a dense tensor wanted")
+        return [value.address, *value.shape]
+
+
+def array(kind: str, ndim: int = 1) -> Argument:
+    """Declare a dense array of element type `kind`."""
+    return Argument(dtype(kind), ndim)
+
+
+def scalar() -> Argument:
+    """Declare a 64-bit integer."""
+    return Argument(None)
