@@ -49,7 +49,8 @@ class DType:
         if self.is_extension:
             import ml_dtypes
 
-            return np.dtype(getattr(ml_dtypes, self.numpy_name))
+            extension: np.dtype = np.dtype(getattr(ml_dtypes, self.numpy_name))
+            return extension
         return np.dtype(self.numpy_name)
 
     def __str__(self) -> str:

@@ -171,7 +171,7 @@ class MemoryPlan:
         rows = config.max_batch_size
         leased = ceil_div(config.max_batch_tokens, full.page_tokens) + rows * (config.lookahead_pages + 2)
         rings = rows * sum(g.ring for g in self.groups)
-        return 8 * rows + rings + min(leased, full.usable_pages) + 2 * rows + 1
+        return 10 * rows + rings + min(leased, full.usable_pages) + 2 * rows + 1
 
     def region(self, name: str) -> Region:
         """Return the region called `name`.

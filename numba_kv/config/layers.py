@@ -59,7 +59,9 @@ def check_donors(layers: tuple[AttentionLayer, ...]) -> None:
             raise ConfigError(f"kv_donor of layer {index}: {donor!r} is not another of the {len(layers)} attention layers")
         other = layers[donor]
         if not other.owns_kv:
-            raise ConfigError(f"kv_donor of layer {index}: layer {donor} borrows its KV from layer {other.kv_donor}; name the owner")
+            raise ConfigError(
+                f"kv_donor of layer {index}: layer {donor} borrows its KV from layer {other.kv_donor}; name the owner"
+            )
         mine = (layer.num_kv_heads, layer.head_dim, layer.window)
         its = (other.num_kv_heads, other.head_dim, other.window)
         if mine != its:

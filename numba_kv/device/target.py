@@ -38,6 +38,13 @@ def cuda_problem() -> str | None:
         return f"the NVIDIA driver library cannot be loaded ({error}); install the driver of the GPU"
     if int(status):
         return f"the NVIDIA driver does not start ({status.name}); check it with nvidia-smi"
+    version_status, version = driver.cuDriverGetVersion()
+    bindings = int(driver.CUDA_VERSION)
+    if not int(version_status) and version // 1000 < bindings // 1000:
+        return (
+            f"the driver supports CUDA {version // 1000}, the installed cuda-python is for CUDA {bindings // 1000}; "
+            f"pip install 'numba-kv[cu{version // 1000}]' or update the driver"
+        )
     if int(count_status) or count < 1:
         return "the NVIDIA driver reports no device; check nvidia-smi and CUDA_VISIBLE_DEVICES"
     return None

@@ -1,0 +1,1 @@
+"""Kernels: the work of one item, for every target; the only room that imports Numba."""

@@ -124,6 +124,7 @@ def remap(row, g, length, start, count, groups, mapped_begin, page_tables, block
     seq_lens=array("int32"),
     context_lens=array("int32"),
     capacity=scalar(),
+    use_counts=scalar(),
     use_take_back=scalar(),
     write_slots=scalar(),
 )
@@ -146,16 +147,21 @@ def advance(
     seq_lens,
     context_lens,
     capacity,
+    use_counts,
     use_take_back,
     write_slots,
 ):
     """Take tokens of the last step back, append those of this one, rotate every window.
 
+    `use_counts` and `use_take_back` say which of the two arrays count.
+
     Item: a row. Writes: lengths, high_water, status (refusals only), mapped_begin, page tables of window groups, seq_lens,
     context_lens and, if `write_slots`, slot_mapping and positions of the row's tokens. A refused row keeps its state.
     """
     length = np.int64(lengths[row])
-    count = np.int64(counts[row])
+    count = np.int64(0)
+    if use_counts != 0:
+        count = np.int64(counts[row])
     back = np.int64(0)
     if use_take_back != 0:
         back = np.int64(take_back[row])

@@ -1,0 +1,98 @@
+"""Caches of an LLM runtime: KV page pools, page tables and sliding-window rotation, alive as long as the process.
+
+Knows the public names and the modules that hold them. A name is resolved when it is first used, so that importing
+numba_kv loads neither NumPy, ml_dtypes, Numba nor CUDA.
+"""
+
+__version__ = "0.1.0"
+
+# Not from typing: importing it would double the cost of importing this package. Type checkers know the name.
+TYPE_CHECKING = False
+
+_MODULES = {
+    "numba_kv.batch": ("AuditReport", "Batch", "Sequence", "StepView"),
+    "numba_kv.cache": ("HybridCacheManager", "KVCacheManager", "KVPageTable"),
+    "numba_kv.config": ("AttentionLayer", "LLMEngineConfig", "RopeConfig", "load_engine_config"),
+    "numba_kv.device": ("Stream", "Tensor", "target"),
+    "numba_kv.dtypes": ("DType", "dtype"),
+    "numba_kv.errors": (
+        "CapacityError",
+        "ConfigError",
+        "DeviceError",
+        "InputError",
+        "InteropError",
+        "InvariantError",
+        "NumbaKVError",
+        "PlanError",
+        "RewindTooFar",
+        "ShapeError",
+        "StateError",
+        "TargetError",
+        "TraceError",
+        "UnsupportedModelError",
+    ),
+    "numba_kv.geometry": ("Window",),
+    "numba_kv.plan": ("MemoryPlan", "plan_memory"),
+    "numba_kv.shared_resources": ("SharedResources", "allocate_zero_buffer"),
+}
+
+#: Public name -> the module that defines it.
+_EXPORTS = {name: module for module, names in _MODULES.items() for name in names}
+
+__all__ = ["__version__", *sorted(_EXPORTS)]
+
+
+def __getattr__(name: str) -> object:
+    """Import the module of a public name at its first use (PEP 562)."""
+    module = _EXPORTS.get(name)
+    if module is None:
+        raise AttributeError(f"module 'numba_kv' has no attribute {name!r}")
+    from importlib import import_module
+
+    value: object = getattr(import_module(module), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    """List the public names beside what is loaded already."""
+    return sorted({*globals(), *__all__})
+
+
+if TYPE_CHECKING:  # the same table for type checkers and editors; a test compares the two
+    from numba_kv.batch import AuditReport as AuditReport, Batch as Batch, Sequence as Sequence, StepView as StepView
+    from numba_kv.cache import (
+        HybridCacheManager as HybridCacheManager,
+        KVCacheManager as KVCacheManager,
+        KVPageTable as KVPageTable,
+    )
+    from numba_kv.config import (
+        AttentionLayer as AttentionLayer,
+        LLMEngineConfig as LLMEngineConfig,
+        RopeConfig as RopeConfig,
+        load_engine_config as load_engine_config,
+    )
+    from numba_kv.device import Stream as Stream, Tensor as Tensor, target as target
+    from numba_kv.dtypes import DType as DType, dtype as dtype
+    from numba_kv.errors import (
+        CapacityError as CapacityError,
+        ConfigError as ConfigError,
+        DeviceError as DeviceError,
+        InputError as InputError,
+        InteropError as InteropError,
+        InvariantError as InvariantError,
+        NumbaKVError as NumbaKVError,
+        PlanError as PlanError,
+        RewindTooFar as RewindTooFar,
+        ShapeError as ShapeError,
+        StateError as StateError,
+        TargetError as TargetError,
+        TraceError as TraceError,
+        UnsupportedModelError as UnsupportedModelError,
+    )
+    from numba_kv.geometry import Window as Window
+    from numba_kv.plan import MemoryPlan as MemoryPlan, plan_memory as plan_memory
+    from numba_kv.shared_resources import (
+        SharedResources as SharedResources,
+        allocate_zero_buffer as allocate_zero_buffer,
+    )

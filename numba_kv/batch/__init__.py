@@ -1,0 +1,11 @@
+"""Sequences that share a model's caches, and what one forward pass over them reads."""
+
+from __future__ import annotations
+
+from numba_kv.batch.audit import AuditReport
+from numba_kv.batch.batch import Batch
+from numba_kv.batch.sequence import Sequence
+from numba_kv.batch.stats import BatchStats
+from numba_kv.batch.view import StepView
+
+__all__ = ["AuditReport", "Batch", "BatchStats", "Sequence", "StepView"]

@@ -1,0 +1,124 @@
+"""The audit: ledger, host mirror and device tables say the same."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from numba_kv.errors import InvariantError
+from numba_kv.kernels.layout import Status
+from numba_kv.ledger.pages import PoolFigures
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from numba_kv.cache.step_buffers import StepBuffers
+    from numba_kv.ledger.rows import RowLedger
+
+__all__ = ["AuditReport", "audit_batch"]
+
+
+@dataclass(frozen=True, slots=True)
+class AuditReport:
+    """What an audit counted.
+
+    Attributes
+    ----------
+    rows : int
+        Sequences.
+    tokens : int
+        Tokens of all rows.
+    pools : tuple of PoolFigures
+        Pages of each group by what they are.
+    mapped_pages : tuple of int
+        Entries of each group's page table that are mapped.
+    """
+
+    rows: int
+    tokens: int
+    pools: tuple[PoolFigures, ...]
+    mapped_pages: tuple[int, ...]
+
+
+def audit_batch(ledger: RowLedger, buffers: StepBuffers) -> AuditReport:
+    """Compare everything; raise InvariantError at the first difference. Waits for the stream."""
+    _check_host(ledger)
+    status = buffers.status.to_host()
+    if status.any():
+        row = int(np.flatnonzero(status)[0])
+        raise InvariantError(f"row {row}: the device refused a step ({Status(int(status[row])).name})")
+    for name, expected in (
+        ("lengths", ledger.hi),
+        ("high_water", ledger.high_water),
+        ("floors", ledger.floor),
+        ("leased", ledger.leased),
+    ):
+        _same(name, getattr(buffers, name).to_host(), expected)
+    mapped, pools = [], []
+    device_begin = buffers.mapped_begin.to_host()
+    for g, group in enumerate(ledger.plan.groups):
+        if group.window.is_full:
+            blocks, pages = _full_tables(ledger)
+        else:
+            _same(f"mapped_begin of group {g}", device_begin[g], ledger.mapped_begin[g])
+            blocks, pages = _window_tables(ledger, g)
+        _same(f"block_tables[{g}]", buffers.block_tables[g].to_host(), blocks)
+        _same(f"page_tables[{g}] (K)", buffers.page_tables[g][:, 0].to_host(), pages)
+        _same(f"page_tables[{g}] (V)", buffers.page_tables[g][:, 1].to_host(), np.where(pages < 0, -1, pages + group.num_pages))
+        mapped.append(int(np.count_nonzero(pages >= 0)))
+        pools.append(_figures(ledger, g))
+    return AuditReport(int(ledger.live.sum()), int(ledger.hi.sum()), tuple(pools), tuple(mapped))
+
+
+def _check_host(ledger: RowLedger) -> None:
+    """Check that every page has one owner, and that rows hold what their lengths need."""
+    full = ledger.plan.groups[0]
+    held = [ledger.pages[row, : ledger.leased[row]] for row in np.flatnonzero(ledger.live)]
+    ledger.pool.check(np.concatenate(held) if held else np.zeros(0, np.int32))
+    if not full.is_empty and np.any(ledger.leased * full.page_tokens < ledger.hi):
+        raise InvariantError("a row is longer than the pages it holds")
+    for g, group in enumerate(ledger.plan.groups):
+        if not np.array_equal(np.sort(ledger.rings[g], axis=None), np.arange(group.ring * len(ledger.live))):
+            raise InvariantError(f"rings of group {g} do not hold every window page once")
+
+
+def _figures(ledger: RowLedger, g: int) -> PoolFigures:
+    group = ledger.plan.groups[g]
+    if group.window.is_full:
+        figures = ledger.pool.figures()
+    else:
+        owned = int(ledger.live.sum()) * group.ring
+        reserved = group.num_pages - group.usable_pages
+        figures = PoolFigures(group.usable_pages - owned, owned, reserved, ledger.peak_rows * group.ring)
+    if figures.total != group.num_pages:
+        raise InvariantError(f"group {g}: {figures} sum to {figures.total}, the pool has {group.num_pages} pages")
+    return figures
+
+
+def _full_tables(ledger: RowLedger) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    group = ledger.plan.groups[0]
+    blocks = np.full((len(ledger.live), group.table_width), group.null_page, np.int32)
+    pages = np.full_like(blocks, -1)
+    if not group.is_empty:
+        held = np.arange(ledger.pages.shape[1]) < ledger.leased[:, None]
+        blocks[:, : ledger.pages.shape[1]][held] = ledger.pages[held]
+        pages[:, : ledger.pages.shape[1]][held] = ledger.pages[held]
+    return blocks, pages
+
+
+def _window_tables(ledger: RowLedger, g: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    group = ledger.plan.groups[g]
+    columns = np.arange(group.table_width)
+    blocks = ledger.rings[g][:, columns % group.ring]
+    blocks[~ledger.live] = group.null_page
+    end = -(-ledger.hi // group.page_tokens)
+    is_mapped = (columns >= ledger.mapped_begin[g][:, None]) & (columns < end[:, None])
+    return blocks, np.where(is_mapped, blocks, -1).astype(np.int32)
+
+
+def _same(name: str, found: NDArray[np.int32], expected: NDArray[np.int64] | NDArray[np.int32]) -> None:
+    if not np.array_equal(found, expected):
+        place = tuple(int(i) for i in np.argwhere(found != expected)[0])
+        raise InvariantError(f"{name}{list(place)}: the device holds {int(found[place])}, the host expects {int(expected[place])}")

@@ -1,0 +1,51 @@
+"""CallGuard: one call at a time, on a live object, in a thread whose current device is right."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+from numba_kv.errors import NumbaKVError, StateError
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from numba_kv.device import Device
+
+__all__ = ["CallGuard"]
+
+
+class CallGuard:
+    """Wraps every public call of a batch.
+
+    A refusal (an error of this library raised before anything was enqueued) leaves the object usable; anything that goes
+    wrong while work is being enqueued poisons it, because host and device may then disagree.
+    """
+
+    def __init__(self, device: Device, name: str) -> None:
+        self._device = device
+        self._name = name
+        self._lock = threading.Lock()
+        self._thread = threading.get_ident()
+        self.is_closed = False
+        self.is_enqueueing = False
+        self.poison: BaseException | None = None
+
+    def __enter__(self) -> None:
+        if not self._lock.acquire(blocking=False):
+            raise StateError(f"{self._name} is in use by another thread; calls must not overlap")
+        if self.is_closed or self.poison is not None:
+            self._lock.release()
+            if self.is_closed:
+                raise StateError(f"{self._name} is closed")
+            raise StateError(f"{self._name} failed while work was being enqueued ({self.poison!r}); close it") from self.poison
+        thread = threading.get_ident()
+        if thread != self._thread:
+            self._thread = thread
+            self._device.make_current()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if error is not None and (self.is_enqueueing or not isinstance(error, NumbaKVError)):
+            self.poison = error
+        self.is_enqueueing = False
+        self._lock.release()

@@ -1,0 +1,61 @@
+"""Sequence: one request in a batch, from admission to retirement."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from numba_kv.errors import StateError
+
+if TYPE_CHECKING:
+    from numba_kv.ledger.rows import RowLedger
+
+__all__ = ["Sequence"]
+
+
+class Sequence:
+    """Handle of a sequence. Made by `Batch.admit`; host only.
+
+    Attributes
+    ----------
+    row : int
+        Its row in every table; only `Batch.compact` changes it.
+    generation : int
+        How many sequences have used that row, this one included.
+    prompt_tokens : int
+        Tokens it was admitted with.
+    reused_tokens : int
+        Of these, tokens whose pages were found and need not be computed.
+    state : {"active", "retired"}
+        Whether it still has a row.
+    """
+
+    __slots__ = ("_ledger", "generation", "prompt_tokens", "reused_tokens", "row", "state")
+
+    def __init__(self, ledger: RowLedger, row: int, generation: int, prompt_tokens: int) -> None:
+        self._ledger = ledger
+        self.row = row
+        self.generation = generation
+        self.prompt_tokens = prompt_tokens
+        self.reused_tokens = 0
+        self.state = "active"
+
+    @property
+    def length(self) -> int:
+        """Tokens in its row.
+
+        Raises
+        ------
+        StateError
+            If it is retired.
+        """
+        if self.state != "active":
+            raise StateError(f"{self!r} is retired and has no length")
+        return int(self._ledger.hi[self.row])
+
+    @property
+    def pending_tokens(self) -> int:
+        """Prompt tokens that no step has appended yet."""
+        return max(0, self.prompt_tokens - self.length)
+
+    def __repr__(self) -> str:
+        return f"Sequence(row {self.row}, generation {self.generation}, {self.state})"

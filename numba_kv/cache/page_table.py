@@ -1,0 +1,384 @@
+"""KVPageTable: the host-owned map from (slot, logical page) to a physical page, and its copy on the device.
+
+Knows who may write (the host, or a borrower after `lend`), what is sent and when. The entries themselves are kept by
+`HostTable`; pools and lengths are unknown here. Rows never move: there is no compaction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from numba_kv.cache.device_table import DeviceTable, runs_of
+from numba_kv.cache.host_table import HostTable, check_integer
+from numba_kv.cache.row_gather import RowGather
+from numba_kv.device import Device, Tensor
+from numba_kv.errors import InputError, InvariantError, StateError
+from numba_kv.geometry import INT32_MAX, MAX_POOL_PAGES
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+__all__ = ["KVPageTable"]
+
+
+class KVPageTable:
+    """Page table of one window group: int32 ``[max_batch, 2, L]``, K ids in half 0, V ids in half 1.
+
+    An unused entry is -1 in both halves, a used one is K in ``0..num_pages - reserved_pages - 1`` and V = K + `num_pages`.
+    The host is the authority; the device copy changes only in `upload` and `upload_dirty`. The first of either sends
+    the whole state, whatever was set and cleared before. A page may be live in several slots, but only once in a slot (the
+    reference checks that in sparse mode alone; a row that holds a page twice overwrites its own keys in any mode).
+
+    Parameters
+    ----------
+    device : Device
+        Where the copy lives.
+    max_batch : int
+        Slots, B.
+    max_pages_per_seq : int
+        Logical pages of a row, w.
+    num_pages : int
+        Pages of the pool, N, with the reserved ones.
+    mode : {"dense", "sparse"}
+        Dense rows have no hole (checked when they are uploaded); sparse rows (sliding windows) may.
+    reserved_pages : int
+        How many of the last ids never appear in the table.
+    tensor : Tensor, optional
+        Device memory to use: dense int32 ``[max_batch, 2, L]`` with L >= w; columns from w on stay -1. Borrowed.
+        Without it the table owns one with L = w.
+    name : str
+        What messages call the table.
+
+    Attributes
+    ----------
+    last_upload_entries, last_upload_ranges : int
+        int32 entries and contiguous ranges of the last upload.
+
+    Raises
+    ------
+    InputError
+        If a number is out of range or the mode is unknown.
+    ShapeError
+        If `tensor` does not fit.
+
+    Cost: one device allocation unless `tensor` is given; page-locked memory at the first upload.
+    Source: TensorRT Edge-LLM's page table, with complete first uploads, staging that does not stall and checked slots.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        max_batch: int,
+        max_pages_per_seq: int,
+        num_pages: int,
+        mode: Literal["dense", "sparse"] = "dense",
+        *,
+        reserved_pages: int = 0,
+        tensor: Tensor | None = None,
+        name: str = "page table",
+    ) -> None:
+        if mode not in ("dense", "sparse"):
+            raise InputError(f"mode: {mode!r} is not 'dense' or 'sparse'")
+        self._mode = mode
+        self._name = name
+        self._max_batch = check_integer("max_batch", max_batch, 1, INT32_MAX)
+        self._width = check_integer("max_pages_per_seq", max_pages_per_seq, 1, INT32_MAX)
+        self._num_pages = check_integer("num_pages", num_pages, 1, MAX_POOL_PAGES)
+        usable = self._num_pages - check_integer("reserved_pages", reserved_pages, 0, self._num_pages - 1)
+        self._copy = DeviceTable(device, self._max_batch, self._width, tensor)
+        stored_width = self._copy.tensor.shape[2]
+        self._host = HostTable(self._max_batch, self._width, stored_width, self._num_pages, usable, sparse=mode == "sparse")
+        self._gather = RowGather(self._copy.tensor)
+        self._is_identity = False
+        self._owner: str | None = None
+        self._is_closed = False
+        self.last_upload_entries = 0
+        self.last_upload_ranges = 0
+
+    # -- what it is
+
+    @property
+    def max_batch(self) -> int:
+        """Slots, B."""
+        return self._max_batch
+
+    @property
+    def max_pages_per_seq(self) -> int:
+        """Logical pages of a row, w."""
+        return self._width
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of the pool, N, with the reserved ones; V = K + N."""
+        return self._num_pages
+
+    @property
+    def mode(self) -> Literal["dense", "sparse"]:
+        """Whether rows may have holes."""
+        return self._mode
+
+    @property
+    def name(self) -> str:
+        """What messages call the table."""
+        return self._name
+
+    @property
+    def tensor(self) -> Tensor:
+        """The copy on the device, int32 ``[max_batch, 2, L]``; its address never changes. Undefined before the first upload."""
+        self._check_open()
+        return self._copy.tensor
+
+    @property
+    def is_identity(self) -> bool:
+        """Whether `set_identity` was the last mutator. False does not mean that the layout differs."""
+        return self._is_identity
+
+    @property
+    def is_lent(self) -> bool:
+        """Whether somebody else writes the device copy."""
+        return self._owner is not None
+
+    @property
+    def host_entries(self) -> NDArray[np.int32]:
+        """Both halves on the host, int32 ``[max_batch, 2, L]``: a read-only view that follows later changes."""
+        self._check_open()
+        view = self._host.entries.view()
+        view.flags.writeable = False
+        return view
+
+    def row(self, slot: int) -> NDArray[np.int32]:
+        """Return the K ids of a slot on the host, int32 ``[w]``: a read-only view that follows later changes."""
+        return self.host_entries[self._host.check_slot(slot), 0, : self._width]
+
+    # -- mutators: host only; everything is checked before anything changes
+
+    def set_identity(self) -> None:
+        """Map page ``slot * w + logical`` everywhere.
+
+        Raises
+        ------
+        InputError
+            If the pool has fewer than ``max_batch * w`` pages that are not reserved.
+        """
+        self._check_host_owned("set_identity")
+        self._host.set_identity()
+        self._is_identity = True
+
+    def set_row(self, slot: int, ids: Sequence[int] | NDArray[np.integer[Any]]) -> None:
+        """Map the first ``len(ids)`` logical pages of a slot and unmap the rest.
+
+        Raises
+        ------
+        InputError
+            If the slot or an id is out of range, there are more than w ids, or a page is given twice. -1 is an id in sparse
+            mode only.
+        """
+        self._check_host_owned("set_row")
+        self.set_rows([(slot, ids)])
+
+    def set_rows(self, rows: Iterable[tuple[int, Sequence[int] | NDArray[np.integer[Any]]]]) -> None:
+        """Do `set_row` for pairs (slot, ids), all or none; no ids clear a slot.
+
+        Raises
+        ------
+        InputError
+            As `set_row`, or if a slot is given twice.
+        """
+        self._check_host_owned("set_rows")
+        self._host.set_rows(rows)
+        self._is_identity = False
+
+    def set_entry(self, slot: int, logical: int, page: int) -> None:
+        """Map one logical page. A hole that this leaves in a dense row is refused by the next upload.
+
+        Raises
+        ------
+        InputError
+            If an index or the page is out of range, or the page is live elsewhere in the slot.
+        """
+        self._check_host_owned("set_entry")
+        self._host.set_entry(slot, logical, page)
+        self._is_identity = False
+
+    def clear_entry(self, slot: int, logical: int) -> None:
+        """Unmap one logical page, if it is mapped.
+
+        Raises
+        ------
+        InputError
+            If an index is out of range.
+        """
+        self._check_host_owned("clear_entry")
+        self._host.clear_entry(slot, logical)
+        self._is_identity = False
+
+    def check_invariants(self) -> None:
+        """Check every entry on the host.
+
+        Raises
+        ------
+        InvariantError
+            For the first violation, with its slot and logical page.
+        """
+        self._check_open()
+        self._check(None)
+
+    # -- uploads
+
+    def upload(self, stream: object | None = None) -> bool:
+        """Send the rows that changed since the last upload; the first time all of them.
+
+        Returns
+        -------
+        bool
+            False if there was nothing to send; the counters then keep their values.
+
+        Raises
+        ------
+        InvariantError
+            If a row to be sent is wrong (a dense row with a hole). Nothing is sent and the rows stay changed.
+
+        Stream: enqueues on `stream` (default: the device's own), behind earlier uploads on other streams.
+        """
+        self._check_host_owned("upload")
+        slots = self._host.changed_slots() if self._copy.was_written else np.arange(self._max_batch)
+        if not slots.size:
+            return False
+        self._check(slots)  # the other rows passed when they were sent, and have not changed
+        pitch = 2 * self._host.stored_width
+        runs = runs_of(slots)
+        self._copy.send_ranges(self._host.entries, [(first * pitch, count * pitch) for first, count in runs], stream)
+        self._host.mark_uploaded(slots)
+        self.last_upload_entries, self.last_upload_ranges = slots.size * pitch, len(runs)
+        return True
+
+    def upload_dirty(self, stream: object | None = None) -> bool:
+        """Send exactly the entries that changed since the last upload; the first time on top of a table of -1.
+
+        One logical page is two ranges, one in each half; neighbours share a range.
+
+        Returns
+        -------
+        bool
+            Whether anything was enqueued. The counters are those of the changed entries, 0 and 0 if there were none.
+
+        Raises
+        ------
+        InvariantError
+            In dense mode, if a changed row has a hole. Nothing is sent and the rows stay changed.
+
+        Stream: enqueues on `stream` (default: the device's own), behind earlier uploads on other streams.
+        """
+        self._check_host_owned("upload_dirty")
+        slots = self._host.changed_slots()
+        if self._mode == "dense":
+            self._check(slots)
+        entries = self._host.changed_entries()
+        is_first = not self._copy.was_written
+        if is_first:
+            self._copy.clear(stream)
+        ranges = runs_of(entries)
+        if ranges:
+            self._copy.send_entries(self._host.entries, entries, ranges, stream)
+        self._host.mark_uploaded(slots)
+        self.last_upload_entries, self.last_upload_ranges = entries.size, len(ranges)
+        return is_first or bool(ranges)
+
+    def gather_rows(self, destination: Tensor, slots: Tensor, num_rows: int, stream: object | None = None) -> Tensor:
+        """Build the table of an execution batch on the device: row r becomes this table's row ``slots[r]``.
+
+        Parameters
+        ----------
+        destination : Tensor
+            Dense int32 with room for ``num_rows * 2 * L`` elements; what lies behind them is left alone.
+        slots : Tensor
+            Dense int32, at least `num_rows`. A slot that does not exist gives a row of -1.
+        num_rows : int
+            Rows, at most `max_batch`.
+        stream : stream, optional
+            Default: the device's own.
+
+        Returns
+        -------
+        Tensor
+            The rows: int32 ``[num_rows, 2, L]``, a view of `destination`.
+
+        Raises
+        ------
+        InputError, ShapeError
+            If an argument does not fit, or `destination` overlaps what is read.
+
+        Stream: enqueues one kernel and waits for nothing, so that it can be captured; on another stream than the last
+        upload's the caller orders the two.
+        """
+        self._check_open()
+        rows = check_integer("num_rows", num_rows, 0, self._max_batch)
+        return self._gather(destination, slots, rows, self._copy.resolve(stream))
+
+    # -- ownership
+
+    def lend(self, owner: str) -> None:
+        """Let `owner` write the device copy: the host forgets its rows, mutators and uploads raise until `give_back`.
+
+        Raises
+        ------
+        StateError
+            If the table is lent already.
+
+        Stream: host only; the device copy is left as it is for `owner` to overwrite.
+        """
+        self._check_host_owned("lend")
+        self._host.clear()
+        self._is_identity = False
+        self._owner = str(owner)
+
+    def give_back(self, stream: object | None = None) -> None:
+        """Make the table the host's again, with nothing mapped on either side.
+
+        Raises
+        ------
+        StateError
+            If the table is not lent.
+
+        Stream: enqueues a fill of the device copy with -1 on `stream` (default: the device's own).
+        """
+        self._check_open()
+        if self._owner is None:
+            raise StateError(f"give_back: {self._name} is not lent")
+        self._copy.clear(stream)
+        self._host.clear()
+        self._owner = None
+
+    def close(self) -> None:
+        """Give back the staging memory and, if it is the table's own, the device memory. A second call does nothing.
+
+        Stream: waits for uploads in flight; the device memory is freed in the order of the device's own stream.
+        """
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._gather.close()
+        self._copy.close()
+
+    def __repr__(self) -> str:
+        return f"KVPageTable({self._name!r}, {self._mode}, [{self._max_batch}, 2, {self._width}], num_pages={self._num_pages})"
+
+    # -- pieces
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise StateError(f"{self._name} is closed")
+
+    def _check_host_owned(self, call: str) -> None:
+        self._check_open()
+        if self._owner is not None:
+            raise StateError(f"{call}: {self._name} is lent to {self._owner}, which writes it on the device until it is closed")
+
+    def _check(self, slots: NDArray[np.int64] | None) -> None:
+        try:
+            self._host.check_invariants(slots)
+        except InvariantError as error:
+            raise InvariantError(f"{self._name}: {error}") from None

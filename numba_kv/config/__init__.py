@@ -1,0 +1,21 @@
+"""What a model's caches are and the limits they are built for: frozen dataclasses, and the reading of ``config.json``.
+
+Knows no bytes and no device; imports neither NumPy nor Numba.
+"""
+
+from numba_kv.config.engine import MAX_KV_CACHE_CAPACITY, LLMEngineConfig
+from numba_kv.config.layers import AttentionLayer, check_donors
+from numba_kv.config.load import load_engine_config
+from numba_kv.config.rope import RopeConfig
+from numba_kv.geometry import FULL, Window
+
+__all__ = [
+    "FULL",
+    "MAX_KV_CACHE_CAPACITY",
+    "AttentionLayer",
+    "LLMEngineConfig",
+    "RopeConfig",
+    "Window",
+    "check_donors",
+    "load_engine_config",
+]

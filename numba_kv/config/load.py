@@ -1,0 +1,119 @@
+"""Loading a configuration: a path or a mapping, in either dialect.
+
+Knows how a file is opened and how its dialect is told. Knows no other key: the dialects do.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from numba_kv.config.edgellm import read_edgellm
+from numba_kv.config.engine import LLMEngineConfig
+from numba_kv.config.huggingface import read_huggingface
+from numba_kv.config.limits import Limits
+from numba_kv.config.read import Reader, show
+from numba_kv.errors import ConfigError
+
+__all__ = ["load_engine_config"]
+
+#: The first two decide. The others exist in no Transformers model, so a file that has one is a damaged file of the reference.
+_EDGELLM_KEYS = ("builder_config", "edgellm_version", "engine_role", "kv_layer_configs", "spec_decode_type")
+
+
+def load_engine_config(
+    source: str | os.PathLike[str] | Mapping[str, object],
+    *,
+    max_batch_size: int | None = None,
+    max_kv_cache_capacity: int | None = None,
+    page_tokens: int | None = None,
+    kv_cache_dtype: str | None = None,
+    max_step_tokens: int = 1,
+    max_batch_tokens: int | None = None,
+    num_kv_pages: int | None = None,
+    lookahead_pages: int = 4,
+    use_bounded_swa: bool = True,
+    rank: int | None = None,
+    expected_world_size: int | None = None,
+) -> LLMEngineConfig:
+    """Load what a model's caches are from its ``config.json``, in the Hugging Face or the TensorRT Edge-LLM dialect.
+
+    Parameters
+    ----------
+    source : path or mapping
+        The file, a directory with a ``config.json``, or the parsed content. It is of the Edge-LLM dialect if it has
+        ``builder_config`` or ``edgellm_version``.
+    max_batch_size : int or None
+        Rows. None: what the file says; 16 in the Hugging Face dialect.
+    max_kv_cache_capacity : int or None
+        Most tokens of a row. None: what the file says; its ``max_position_embeddings`` in the Hugging Face dialect.
+    page_tokens : int or None
+        Tokens of a page, a power of two from 1 to 256. None: 16, or 128 in the Edge-LLM dialect.
+    kv_cache_dtype : str or None
+        Element type of the pools. None: what the file says, else bfloat16.
+    max_step_tokens : int
+        Most tokens of a step with every key readable from pages; see `LLMEngineConfig`.
+    max_batch_tokens : int or None
+        Most tokens of all rows in one step. None: 8192, or rows x ``max_input_len`` in the Edge-LLM dialect.
+    num_kv_pages : int or None
+        Usable pages of the full-attention pool. None: every row at full length, or the Edge-LLM file's pool.
+    lookahead_pages : int
+        Pages that a full-attention row is mapped ahead of its length.
+    use_bounded_swa : bool
+        Whether window layers live in rings.
+    rank, expected_world_size : int or None
+        Tensor-parallel rank whose overrides are applied, and how many ranks there must be (Edge-LLM dialect).
+
+    Returns
+    -------
+    LLMEngineConfig
+        Checked throughout.
+
+    Raises
+    ------
+    ConfigError
+        If the file cannot be read or is not JSON, or if a key or an argument is missing, of the wrong type or out of range.
+    UnsupportedModelError
+        If the model is understood but its caches are not supported yet.
+
+    Notes
+    -----
+    A window larger than the capacity means full attention in the Hugging Face dialect, where the model sees the same keys
+    either way, and is refused in the Edge-LLM dialect, where it contradicts what the engine was built with.
+    """
+    limits = Limits(
+        max_batch_size=max_batch_size,
+        max_kv_cache_capacity=max_kv_cache_capacity,
+        page_tokens=page_tokens,
+        kv_cache_dtype=kv_cache_dtype,
+        max_step_tokens=max_step_tokens,
+        max_batch_tokens=max_batch_tokens,
+        num_kv_pages=num_kv_pages,
+        lookahead_pages=lookahead_pages,
+        use_bounded_swa=use_bounded_swa,
+        rank=rank,
+        expected_world_size=expected_world_size,
+    )
+    name, content = ("config", source) if isinstance(source, Mapping) else _read_file(source)
+    if not isinstance(content, Mapping):
+        raise ConfigError(f"{name}: {show(content)} is not an object; a model configuration is one JSON object")
+    if any(key in content for key in _EDGELLM_KEYS):
+        return read_edgellm(Reader(f"{name} (Edge-LLM)", content, null_is_absent=False), limits)
+    return read_huggingface(Reader(f"{name} (Hugging Face)", content, null_is_absent=True), limits)
+
+
+def _read_file(source: str | os.PathLike[str]) -> tuple[str, object]:
+    if not isinstance(source, (str, os.PathLike)):
+        raise ConfigError(f"source: {show(source)} is not a path or a mapping")
+    name = os.fspath(source)
+    try:
+        path = Path(name)
+        text = (path / "config.json" if path.is_dir() else path).read_text(encoding="utf-8-sig")
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigError(f"{name}: cannot be read: {error}") from error
+    try:
+        return name, json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{name}: is not JSON: {error}") from error

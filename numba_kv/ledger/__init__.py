@@ -1,0 +1,1 @@
+"""Host bookkeeping in plain integers: page ids, rows, leases. No device, no Numba."""

@@ -1,0 +1,85 @@
+"""Which pages a step needs, which of them run ahead, and which can be taken back for it. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from numba_kv.errors import CapacityError
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from numba_kv.ledger.rows import RowLedger
+
+__all__ = ["LeasePlan", "plan_leases"]
+
+
+@dataclass(frozen=True, slots=True)
+class LeasePlan:
+    """New page counts of rows.
+
+    Attributes
+    ----------
+    rows : int64 array
+        Rows whose pages change.
+    targets : int64 [B]
+        Pages that every row holds afterwards.
+    """
+
+    rows: NDArray[np.int64]
+    targets: NDArray[np.int64]
+
+
+def plan_leases(ledger: RowLedger, counts: NDArray[np.int64]) -> LeasePlan | None:
+    """Return how the full group's pages change so that every row can append its count; None if they need not.
+
+    When any row is short, every live row is brought `lookahead_pages` ahead, so that the next block is far away. If the
+    pool does not have that, rows get just what they need; if it lacks even that, pages that run ahead of other rows are
+    taken back.
+
+    Raises
+    ------
+    CapacityError
+        If the rows hold too much in earnest; carries needed, free and reclaimable pages.
+    """
+    full = ledger.plan.groups[0]
+    if full.is_empty:
+        return None
+    page = full.page_tokens
+    needed = -(-(ledger.hi + counts) // page)
+    missing = np.where(counts > 0, np.maximum(needed - ledger.leased, 0), 0)
+    shortage = int(missing.sum())
+    if not shortage:
+        return None
+    free = ledger.pool.free_pages
+    ahead = np.minimum(needed + ledger.plan.config.lookahead_pages, full.row_pages)
+    targets = np.where(ledger.live, np.maximum(ledger.leased, ahead), 0)
+    if int((targets - ledger.leased).sum()) > free:
+        targets = ledger.leased + missing
+    if shortage > free:
+        surplus = np.where(ledger.live, ledger.leased - np.minimum(ledger.leased, needed), 0)
+        if shortage > free + int(surplus.sum()):
+            raise CapacityError(
+                f"pages: the step needs {shortage} more of {page} tokens, {free} are free and {int(surplus.sum())} run ahead of "
+                f"other rows; retire or shorten a sequence, or plan with more num_kv_pages ({full.usable_pages})",
+                needed=shortage,
+                free=free,
+                evictable=int(surplus.sum()),
+            )
+        targets = _take_back(targets, surplus, shortage - free)
+    return LeasePlan(np.flatnonzero(targets != ledger.leased), targets)
+
+
+def _take_back(targets: NDArray[np.int64], surplus: NDArray[np.int64], wanted: int) -> NDArray[np.int64]:
+    """Lower `targets` by `wanted` pages, from the rows that run furthest ahead."""
+    result = targets.copy()
+    for row in np.argsort(-surplus, kind="stable"):
+        taken = min(wanted, int(surplus[row]))
+        result[row] -= taken
+        wanted -= taken
+        if not wanted:
+            break
+    return result

@@ -1,0 +1,170 @@
+"""Rows of a batch on the host: who lives where, how long it is, which pages it holds.
+
+The device holds the same numbers; this mirror lets the host decide without asking. Where counts come from the device the
+host knows a range [lo, hi] for a length; leases use hi.
+"""
+
+from __future__ import annotations
+
+import heapq
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from numba_kv.geometry import ceil_div, rewind_is_allowed
+from numba_kv.ledger.pages import PageIdPool
+from numba_kv.plan import MemoryPlan
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+__all__ = ["RowLedger"]
+
+
+class RowLedger:
+    """Rows, lengths and pages of one batch, in plain arrays indexed by row.
+
+    Attributes
+    ----------
+    live : bool [B]
+        Whether a sequence is in the row.
+    generation, prompt : int64 [B]
+        How often the row was used; prompt tokens of the sequence in it.
+    lo, hi : int64 [B]
+        Bounds of the row's length; equal unless counts came from the device.
+    high_water, floor : int64 [B]
+        Longest length since the row was last empty; end of what may not be rewritten.
+    leased : int64 [B]
+        Pages of the full group that the row holds; `pages[row, :leased]` are their ids.
+    rings : list of int32 [B, R]
+        Ring pages of each window group by row (entry 0 is empty).
+    mapped_begin : int64 [G, B]
+        First mapped logical page of each window group.
+    """
+
+    def __init__(self, plan: MemoryPlan) -> None:
+        rows = plan.config.max_batch_size
+        full = plan.groups[0]
+        self.plan = plan
+        self.live = np.zeros(rows, bool)
+        self.generation = np.zeros(rows, np.int64)
+        self.prompt = np.zeros(rows, np.int64)
+        self.lo = np.zeros(rows, np.int64)
+        self.hi = np.zeros(rows, np.int64)
+        self.high_water = np.zeros(rows, np.int64)
+        self.floor = np.zeros(rows, np.int64)
+        self.leased = np.zeros(rows, np.int64)
+        self.pages = np.zeros((rows, 0 if full.is_empty else full.row_pages), np.int32)
+        self.rings = [np.arange(rows * g.ring, dtype=np.int32).reshape(rows, g.ring) for g in plan.groups]
+        self.mapped_begin = np.zeros((len(plan.groups), rows), np.int64)
+        self.pool = PageIdPool(full.usable_pages, full.num_pages - full.usable_pages)
+        self._free_rows = list(range(rows))
+        self.peak_rows = 0
+
+    @property
+    def free_rows(self) -> int:
+        """Rows without a sequence."""
+        return len(self._free_rows)
+
+    def peek_rows(self, count: int, retiring: list[int]) -> list[int]:
+        """Return the lowest `count` rows that are free once `retiring` are, without taking them."""
+        return heapq.nsmallest(count, self._free_rows + retiring)
+
+    def admit(self, row: int, prompt_tokens: int) -> None:
+        """Put a new sequence into a free row."""
+        self._free_rows.remove(row)
+        heapq.heapify(self._free_rows)
+        self.live[row] = True
+        self.generation[row] += 1
+        self.prompt[row] = prompt_tokens
+        self.peak_rows = max(self.peak_rows, len(self.live) - len(self._free_rows))
+
+    def retire(self, row: int) -> None:
+        """Empty a row and give its pages back."""
+        self.pool.release(self.pages[row, : self.leased[row]])
+        self.live[row] = False
+        for values in (self.prompt, self.lo, self.hi, self.high_water, self.floor, self.leased):
+            values[row] = 0
+        self.mapped_begin[:, row] = 0
+        heapq.heappush(self._free_rows, row)
+
+    def peek_pages(self, rows: NDArray[np.int64], targets: NDArray[np.int64]) -> NDArray[np.int32]:
+        """Return the ids that `move_pages` will map, row after row, without moving anything."""
+        wanted = int(np.maximum(targets[rows] - self.leased[rows], 0).sum())
+        dropped = self._dropped(rows, targets)
+        fresh = self.pool.peek(min(wanted, self.pool.free_pages))
+        return np.concatenate([fresh, dropped[: wanted - len(fresh)]])
+
+    def move_pages(self, rows: NDArray[np.int64], targets: NDArray[np.int64], ids: NDArray[np.int32]) -> None:
+        """Bring the pages that `rows` hold to `targets[row]`: `ids` (of `peek_pages`) are added, the rest goes back."""
+        held, wanted = self.leased[rows], targets[rows]
+        dropped = self._dropped(rows, targets)
+        fresh = self.pool.acquire(min(len(ids), self.pool.free_pages))
+        self.pool.release(dropped[len(ids) - len(fresh) :])
+        sizes = np.maximum(wanted - held, 0)
+        place = np.arange(len(ids)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+        self.pages[np.repeat(rows, sizes), np.repeat(held, sizes) + place] = ids
+        self.leased[rows] = wanted
+
+    def _dropped(self, rows: NDArray[np.int64], targets: NDArray[np.int64]) -> NDArray[np.int32]:
+        """Return the pages that rows lose when they shrink to their targets."""
+        shrinking = rows[targets[rows] < self.leased[rows]]
+        return np.concatenate([np.zeros(0, np.int32), *(self.pages[r, targets[r] : self.leased[r]] for r in shrinking)])
+
+    def note_step(self, counts: NDArray[np.int64]) -> None:
+        """Move lengths, high-water marks and mapped pages of the rows with a count."""
+        self._note_mapped(self.lo, counts)
+        self.lo += counts
+        self.hi += counts
+        np.maximum(self.high_water, self.hi, out=self.high_water)
+
+    def note_even_steps(self, counts: NDArray[np.int64], last: NDArray[np.int64]) -> None:
+        """Catch up with several steps at once: `counts` tokens a row in all, `last` of them in the last step."""
+        self.lo += counts
+        self.hi += counts
+        np.maximum(self.high_water, self.hi, out=self.high_water)
+        self._note_mapped(self.lo - last, last)
+
+    def _note_mapped(self, start: NDArray[np.int64], counts: NDArray[np.int64]) -> None:
+        moved = counts > 0
+        for g, group in enumerate(self.plan.groups):
+            if group.window.is_full:
+                continue
+            window, page = group.window.tokens, group.page_tokens
+            low = np.maximum(0, start - window + 1) if group.window.kind == "sliding" else start // window * window
+            begin = np.maximum(low // page, -(-(start + counts) // page) - group.ring)
+            np.copyto(self.mapped_begin[g], begin, where=moved)
+
+    def rewind_problem(self, row: int, target: int) -> str | None:
+        """Return why a row cannot be rewound to `target` tokens, or None."""
+        if target == 0:
+            return None
+        if target < self.floor[row]:
+            return f"tokens below {int(self.floor[row])} may not be rewritten"
+        peak = int(self.high_water[row])
+        for group in self.plan.groups[1:]:
+            if not rewind_is_allowed(group.window, group.page_tokens, group.ring, peak, target):
+                return (
+                    f"the {group.window} ring of {group.ring} pages no longer holds the tokens that position {target} sees "
+                    f"(the row has been {peak} tokens long; max_step_tokens {self.plan.config.max_step_tokens} decides how far)"
+                )
+        return None
+
+    def note_rewind(self, row: int, target: int) -> None:
+        """Set a row's length back to `target`."""
+        for g, group in enumerate(self.plan.groups):
+            if not group.window.is_full:
+                end = ceil_div(target, group.page_tokens)
+                self.mapped_begin[g, row] = min(int(self.mapped_begin[g, row]), end)
+        self.lo[row] = self.hi[row] = target
+        if target == 0:
+            self.high_water[row] = 0
+
+    def permute(self, sources: NDArray[np.int64]) -> None:
+        """Move rows: row i becomes what row `sources[i]` was."""
+        for values in (self.live, self.generation, self.prompt, self.lo, self.hi, self.high_water, self.floor, self.leased):
+            values[:] = values[sources]
+        self.pages = self.pages[sources]
+        self.rings = [ring[sources] for ring in self.rings]
+        self.mapped_begin = self.mapped_begin[:, sources]
+        self._free_rows = [int(row) for row in np.flatnonzero(~self.live)]

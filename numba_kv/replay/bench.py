@@ -1,0 +1,187 @@
+"""Figures of this machine: what ``numba-kv bench`` measures.
+
+Knows how to time things honestly: warm up, repeat, take the median. Does not know what a good figure is. A measure is a
+function from `BenchOptions` to plain objects; a new one goes into `MEASURES`.
+"""
+
+from __future__ import annotations
+
+import statistics
+import subprocess
+import sys
+import time
+from array import array
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rich.table import Table
+
+from numba_kv.config import load_engine_config
+from numba_kv.errors import DeviceError, InputError
+from numba_kv.replay.figures import Latency
+from numba_kv.replay.generate import generate_trace
+from numba_kv.replay.models import find_config
+
+__all__ = ["MEASURES", "BenchOptions", "Measure", "bench", "bench_table"]
+
+_MODEL = "gemma3_270m"
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchOptions:
+    """What is measured.
+
+    Attributes
+    ----------
+    rows : int
+        Sequences of a step.
+    repeat : int
+        Steps that are timed.
+    target : str or None
+        Where; None: the default target.
+    """
+
+    rows: int = 256
+    repeat: int = 2000
+    target: str | None = None
+
+
+Measure = Callable[[BenchOptions], dict[str, object]]
+
+
+def _python(code: str) -> str:
+    """Return what a fresh Python that runs `code` writes to stdout."""
+    # In the folder that holds the package, so that the copy that is running is the one that is measured.
+    root = Path(__file__).resolve().parents[2]
+    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise DeviceError(f"{sys.executable} -c {code!r} ended with {done.returncode}: {done.stderr.strip()[-300:]}")
+    return done.stdout
+
+
+def _milliseconds(code: str) -> float:
+    start = time.perf_counter()
+    _python(code)
+    return (time.perf_counter() - start) * 1e3
+
+
+def measure_import(options: BenchOptions) -> dict[str, object]:
+    """Time ``import numba_kv`` in fresh processes, above a bare Python, and list the heavy packages it loads."""
+    processes = 15
+    ours, bare = [], []
+    for _ in range(processes):  # in turns, so that both see the same machine
+        bare.append(_milliseconds("pass"))
+        ours.append(_milliseconds("import numba_kv"))
+    heavy = ("numpy", "ml_dtypes", "numba", "cuda", "rich")
+    loaded = _python(f"import sys, numba_kv; print(*(m for m in {heavy!r} if m in sys.modules))").split()
+    base = statistics.median(bare)
+    return {
+        "bare_python_ms": round(base, 2),
+        "import_ms": round(statistics.median(ours) - base, 2),
+        "loads": loaded,
+        "processes": processes,
+    }
+
+
+def measure_advance(options: BenchOptions) -> dict[str, object]:
+    """Time a steady decode step of every row, full and window group, on the host."""
+    from numba_kv.batch import Batch
+    from numba_kv.shared_resources import SharedResources
+
+    prompt, warm = 600, 50
+    config = load_engine_config(
+        find_config(_MODEL),
+        max_batch_size=options.rows,
+        max_kv_cache_capacity=prompt + warm + options.repeat,
+        max_batch_tokens=prompt * options.rows,
+    )
+    times = array("q")
+    with SharedResources.create_for_llm(config, target=options.target) as resources, Batch(resources) as batch:
+        sequences = batch.update(retire=[], admit=[prompt] * options.rows)
+        batch.step(dict.fromkeys(sequences, prompt))
+        for i in range(warm + options.repeat):
+            start = time.perf_counter_ns()
+            batch.step(1)
+            took = time.perf_counter_ns() - start
+            if i >= warm:
+                times.append(took)
+        batch.audit()
+        target = resources.device.target
+    return {
+        "target": target,
+        "rows": options.rows,
+        "groups": len(resources.plan.groups),
+        "host_us_per_step": asdict(Latency.of(times)),
+    }
+
+
+def measure_replay(options: BenchOptions) -> dict[str, object]:
+    """Replay made-up requests on the caches of the demo's model."""
+    from numba_kv.replay.run import ReplayOptions, replay
+    from numba_kv.shared_resources import SharedResources
+
+    trace, rows, chunk = generate_trace(200), 64, 2048
+    config = load_engine_config(
+        find_config(_MODEL), max_batch_size=rows, max_kv_cache_capacity=trace.longest, max_batch_tokens=rows + chunk
+    )
+    with SharedResources.create_for_llm(config, target=options.target) as resources:
+        figures = replay(resources, trace, ReplayOptions(chunk=chunk, audit_every=0)).figures.to_json()
+    kept = ("target", "sequences", "steps", "tokens", "wall_s", "us_per_step", "us_per_steady_step", "bytes_to_device_steady")
+    return {name: figures[name] for name in kept}
+
+
+def measure_copy(options: BenchOptions) -> dict[str, object]:
+    """Time a large copy in host memory: the limit that everything which moves bytes there is held against."""
+    import numpy as np
+
+    nbytes = 256 << 20
+    source, target = np.ones(nbytes, np.uint8), np.zeros(nbytes, np.uint8)
+    times = []
+    for _ in range(7):
+        start = time.perf_counter()
+        np.copyto(target, source)
+        times.append(time.perf_counter() - start)
+    # Each byte is read once and written once.
+    return {"host_copy_gb_per_s": round(2 * nbytes / statistics.median(times) / 1e9, 2), "nbytes": nbytes}
+
+
+#: Name of a measure -> what takes it, in the order of ``all``.
+MEASURES: Mapping[str, Measure] = {
+    "import": measure_import,
+    "advance": measure_advance,
+    "replay": measure_replay,
+    "copy": measure_copy,
+}
+
+
+def bench(measure: str, options: BenchOptions) -> dict[str, dict[str, object]]:
+    """Take one measure, or all of them.
+
+    Raises
+    ------
+    InputError
+        If `measure` is unknown.
+    """
+    if measure != "all" and measure not in MEASURES:
+        raise InputError(f"MEASURE: {measure!r} is not one of {', '.join(MEASURES)} or all")
+    return {name: take(options) for name, take in MEASURES.items() if measure in (name, "all")}
+
+
+def bench_table(figures: Mapping[str, Mapping[str, object]]) -> Table:
+    """Return the figures as a table: one line each, nested ones with their path."""
+    table = Table(title="Measured on this machine", title_justify="left", header_style="bold")
+    for name in ("measure", "figure", "value"):
+        table.add_column(name)
+    for measure, found in figures.items():
+        for i, (path, value) in enumerate(_flat(found)):
+            table.add_row(measure if i == 0 else "", path, f"{value:,}" if isinstance(value, int) else str(value))
+        table.add_section()
+    return table
+
+
+def _flat(found: Mapping[str, object], prefix: str = "") -> list[tuple[str, object]]:
+    pairs: list[tuple[str, object]] = []
+    for name, value in found.items():
+        pairs += _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else [(prefix + name, value)]
+    return pairs

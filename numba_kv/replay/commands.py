@@ -1,0 +1,213 @@
+"""What each command of ``numba-kv`` does with its arguments.
+
+Knows the way from arguments to a plan, a trace, a replay and files. Does not know how arguments are written (`numba_kv.cli`).
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from numba_kv.config import LLMEngineConfig, load_engine_config
+from numba_kv.errors import ConfigError, InputError
+from numba_kv.geometry import round_up
+from numba_kv.plan import plan_memory
+from numba_kv.replay.fit import most_rows
+from numba_kv.replay.generate import GeneratorOptions, generate_trace
+from numba_kv.replay.models import find_config
+from numba_kv.replay.output import Output, check_writable, dumps, write_text
+from numba_kv.replay.report import check_drawing, write_picture, write_report
+from numba_kv.replay.run import ReplayOptions, ReplayResult, replay
+from numba_kv.replay.tables import Budget, plan_json, plan_table, replay_table
+from numba_kv.replay.trace import Trace, fit_to_capacity, read_trace
+
+__all__ = ["COMMANDS"]
+
+_DEFAULT_ROWS = 64
+_DEFAULT_REQUESTS = 200
+
+
+def _load(args: Namespace, *, rows: int | None, capacity: int | None, max_batch_tokens: int | None) -> LLMEngineConfig:
+    return load_engine_config(
+        find_config(args.config),
+        max_batch_size=rows,
+        max_kv_cache_capacity=capacity,
+        page_tokens=args.page_tokens,
+        kv_cache_dtype=args.dtype,
+        max_step_tokens=args.max_step_tokens,
+        max_batch_tokens=max_batch_tokens,
+    )
+
+
+def _model_name(given: str, config: LLMEngineConfig) -> str:
+    # Every checkpoint's file is called config.json: then the family says more.
+    stem = Path(given).stem
+    return config.model_type if stem == "config" and config.model_type else stem
+
+
+def _plan(args: Namespace) -> None:
+    output = Output(args.json)
+    config = _load(args, rows=args.batch, capacity=args.capacity, max_batch_tokens=args.max_batch_tokens)
+    plan = plan_memory(config, args.memory)
+    budget = None if args.memory is None else Budget(args.memory, most_rows(config, args.memory))
+    output.show(plan_table(plan, budget))
+    output.write_json(plan_json(plan, budget))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Job:
+    """A replay that is about to run."""
+
+    config: LLMEngineConfig
+    name: str
+    trace: Trace
+    skipped: int
+    options: ReplayOptions
+    memory: int | None = None
+    target: str | None = None
+
+
+def _read(args: Namespace, most: int) -> Trace:
+    name, _, seed = args.trace.partition(":")
+    if name != "generated" or Path(args.trace).exists():
+        return read_trace(args.trace, limit=args.limit)
+    try:
+        number = int(seed or 0)
+    except ValueError:
+        raise InputError(f"TRACE: the seed of {args.trace!r} is not an integer; write generated:7") from None
+    options = GeneratorOptions(seed=number, max_total_tokens=min(most, GeneratorOptions.max_total_tokens))
+    return generate_trace(args.limit or _DEFAULT_REQUESTS, options)
+
+
+def _replay(args: Namespace) -> None:
+    output = Output(args.json)
+    report, picture = check_writable("--report", args.report), check_writable("--picture", args.picture)
+    if report or picture:
+        check_drawing()
+    rows = args.batch or _DEFAULT_ROWS
+    # Without --capacity the file's own limit is the most; what the trace needs of it is known when both have been read.
+    widest = _load(args, rows=rows, capacity=args.capacity, max_batch_tokens=rows + args.chunk)
+    most = widest.max_kv_cache_capacity
+    trace, skipped = fit_to_capacity(_read(args, most), most, skip_too_long=args.skip_too_long)
+    capacity = args.capacity or min(most, round_up(trace.longest, 256))
+    job = _Job(
+        config=_load(args, rows=rows, capacity=capacity, max_batch_tokens=rows + args.chunk),
+        name=_model_name(args.config, widest),
+        trace=trace,
+        skipped=skipped,
+        options=ReplayOptions(chunk=args.chunk, audit_every=args.audit_every),
+        memory=args.memory,
+        target=args.target,
+    )
+    result = _serve(job, output)
+    if picture:
+        write_picture(picture, result.figures, result.history)
+    if report:
+        write_report(report, result.figures, result.history)
+
+
+def _serve(job: _Job, output: Output) -> ReplayResult:
+    """Run a replay with a progress bar, show its tables and write its JSON."""
+    from numba_kv.shared_resources import SharedResources
+
+    with (
+        SharedResources.create_for_llm(job.config, target=job.target, memory_bytes=job.memory) as resources,
+        _progress(output, job.trace) as on_progress,
+    ):
+        result = replay(resources, job.trace, job.options, config_name=job.name, skipped=job.skipped, on_progress=on_progress)
+    output.show(replay_table(result.figures))
+    output.write_json(result.figures.to_json())
+    return result
+
+
+@contextmanager
+def _progress(output: Output, trace: Trace) -> Iterator[Callable[[int, int], None] | None]:
+    if not output.progress_console.is_terminal:
+        yield None
+        return
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.percentage:3.0f}%"),
+        MofNCompleteColumn(),
+        TextColumn("tokens"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=output.progress_console, transient=True) as progress:
+        task = progress.add_task("replay", total=trace.input_tokens + trace.output_tokens)
+
+        def on_progress(tokens: int, requests: int) -> None:
+            progress.update(task, completed=tokens, description=f"{requests:,} of {len(trace.requests):,} requests")
+
+        yield on_progress
+
+
+def _demo(args: Namespace) -> None:
+    output = Output(args.json)
+    check_drawing()
+    folder = Path(args.out)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"--out: the folder {folder} cannot be made: {error.strerror or error}") from None
+    name, chunk, rows = "gemma3_270m", 2048, 32
+    trace = generate_trace(_DEFAULT_REQUESTS)
+    config = load_engine_config(
+        find_config(name),
+        max_batch_size=rows,
+        max_kv_cache_capacity=round_up(trace.longest, 256),
+        max_batch_tokens=rows + chunk,
+    )
+    options = ReplayOptions(chunk=chunk, audit_every=100)
+    job = _Job(config=config, name=name, trace=trace, skipped=0, options=options, target=args.target)
+    result = _serve(job, output)
+    write_picture(folder / "demo.png", result.figures, result.history)
+    write_text(folder / "demo.json", dumps(result.figures.to_json()))
+    output.show(f"The picture is {folder / 'demo.png'}, the figures are {folder / 'demo.json'}")
+
+
+def _inspect(args: Namespace) -> None:
+    from numba_kv.replay.page_map import page_map, page_map_table
+    from numba_kv.shared_resources import SharedResources
+
+    output = Output(args.json)
+    rows = args.batch or len(args.tokens)
+    if rows < len(args.tokens):
+        raise InputError(f"--batch: {rows} rows do not hold the {len(args.tokens)} sequences of --tokens")
+    longest = max(args.tokens) + args.steps
+    widest = _load(args, rows=rows, capacity=args.capacity, max_batch_tokens=None)
+    if longest > widest.max_kv_cache_capacity:
+        raise ConfigError(
+            f"--tokens: {max(args.tokens)} and {args.steps} steps are over the capacity of {widest.max_kv_cache_capacity} "
+            "tokens; raise --capacity"
+        )
+    capacity = args.capacity or min(widest.max_kv_cache_capacity, round_up(longest, 256))
+    config = _load(args, rows=rows, capacity=capacity, max_batch_tokens=rows + sum(args.tokens))
+    with SharedResources.create_for_llm(config, target=args.target, memory_bytes=args.memory) as resources:
+        shown = page_map(resources, args.tokens, args.steps)
+    output.show(page_map_table(shown))
+    output.write_json(shown.to_json())
+
+
+def _bench(args: Namespace) -> None:
+    from numba_kv.replay.bench import BenchOptions, bench, bench_table
+
+    output = Output(args.json)
+    figures = bench(args.measure, BenchOptions(rows=args.batch, repeat=args.repeat, target=args.target))
+    output.show(bench_table(figures))
+    output.write_json(figures)
+
+
+#: Name of a command -> what runs it.
+COMMANDS: dict[str, Callable[[Namespace], None]] = {
+    "plan": _plan,
+    "replay": _replay,
+    "inspect": _inspect,
+    "bench": _bench,
+    "demo": _demo,
+}

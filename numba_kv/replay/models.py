@@ -1,0 +1,31 @@
+"""Configurations that ship with the package, by name, and files by path.
+
+Knows where a configuration is found. Does not know what is in it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from importlib.resources import files
+from pathlib import Path
+
+__all__ = ["builtin_names", "find_config"]
+
+
+def builtin_names() -> tuple[str, ...]:
+    """Return the names of the configurations that ship with the package."""
+    folder = files("numba_kv.replay") / "configs"
+    return tuple(sorted(item.name.removesuffix(".json") for item in folder.iterdir() if item.name.endswith(".json")))
+
+
+def find_config(name: str) -> str | Mapping[str, object]:
+    """Return what `load_engine_config` takes: the path `name`, or the content of the built-in configuration of that name.
+
+    A file of that name comes first.
+    """
+    if not Path(name).exists() and name in builtin_names():
+        text = (files("numba_kv.replay") / "configs" / f"{name}.json").read_text(encoding="utf-8")
+        content: dict[str, object] = json.loads(text)
+        return content
+    return name

@@ -1,0 +1,126 @@
+"""Pages over time as a picture, and a replay as one HTML file that needs no other.
+
+Knows matplotlib (extra ``viz``, imported when a picture is drawn) and HTML. Does not know how a replay runs.
+"""
+
+from __future__ import annotations
+
+import base64
+import html
+import io
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from numba_kv.errors import InputError, NumbaKVError
+from numba_kv.replay.figures import PageHistory, ReplayFigures
+from numba_kv.replay.sizes import format_bytes
+from numba_kv.replay.tables import GROUP_COLUMNS, figure_rows, group_rows
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["MissingExtraError", "check_drawing", "write_picture", "write_report"]
+
+_STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 60rem; padding: 0 1rem; color: #222; }
+table { border-collapse: collapse; margin: 1rem 0; }
+th, td { border-bottom: 1px solid #ddd; padding: .25rem .8rem; text-align: left; }
+td { font-variant-numeric: tabular-nums; }
+img { max-width: 100%; }
+"""
+
+
+class MissingExtraError(NumbaKVError, ImportError):
+    """A package of one of numba_kv's extras is not installed."""
+
+
+def check_drawing() -> None:
+    """Raise before the work, rather than after it, if no picture could be drawn.
+
+    Raises
+    ------
+    MissingExtraError
+        If matplotlib is absent.
+    """
+    try:
+        import matplotlib.figure  # noqa: F401
+    except ImportError as error:
+        raise MissingExtraError(f"pictures need matplotlib ({error}); install it with: pip install numba-kv[viz]") from None
+
+
+def write_picture(path: Path, figures: ReplayFigures, history: PageHistory) -> None:
+    """Write pages over time, one panel per window group, as the file type that the name of `path` ends with.
+
+    Raises
+    ------
+    MissingExtraError
+        If matplotlib is absent.
+    InputError
+        If the file cannot be written or its type is unknown.
+    """
+    figure = _draw(figures, history)
+    try:
+        figure.savefig(path, dpi=120)
+    except (OSError, ValueError) as error:
+        raise InputError(f"picture {path} cannot be written: {error}") from None
+
+
+def write_report(path: Path, figures: ReplayFigures, history: PageHistory) -> None:
+    """Write the figures and the picture as one HTML file.
+
+    Raises
+    ------
+    MissingExtraError
+        If matplotlib is absent.
+    InputError
+        If the file cannot be written.
+    """
+    picture = io.BytesIO()
+    _draw(figures, history).savefig(picture, format="png", dpi=120)
+    text = _page(figures, base64.b64encode(picture.getvalue()).decode("ascii"))
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"report {path} cannot be written: {error.strerror or error}") from None
+
+
+def _draw(figures: ReplayFigures, history: PageHistory) -> Figure:
+    check_drawing()
+    # The object interface: no global state, no display.
+    from matplotlib.figure import Figure
+
+    groups = figures.groups
+    figure = Figure(figsize=(10, 1 + 2.8 * len(groups)), layout="constrained")
+    figure.suptitle(f"Pages held on the caches of {figures.config} ({figures.target}, {figures.trace})")
+    for axes, group, pages in zip(figure.subplots(len(groups), squeeze=False)[:, 0], groups, history.pages, strict=True):
+        axes.fill_between(history.steps, pages, step="post", alpha=0.35, color="tab:blue")
+        axes.plot(history.steps, pages, drawstyle="steps-post", color="tab:blue", label="pages held")
+        axes.axhline(group.bound_pages, color="tab:red", linestyle="--", label=f"bound {group.bound_pages:,}")
+        if group.ring_pages:
+            unbounded = [-(-tokens // group.page_tokens) for tokens in history.tokens]
+            axes.plot(history.steps, unbounded, color="0.55", linewidth=0.8, label="if the window were not used")
+        peak = f"peak {group.peak_pages:,} pages, {format_bytes(group.peak_pages * group.page_nbytes)}"
+        axes.set_title(f"{group.window} attention, {group.layers} layers: {peak}", loc="left")
+        axes.set_ylabel(f"pages of {group.page_tokens} tokens")
+        axes.set_ylim(bottom=0)
+        axes.margins(x=0)
+        axes.legend(loc="upper right", fontsize="small")
+        axes.set_xlabel("step")
+    return figure
+
+
+def _page(figures: ReplayFigures, picture: str) -> str:
+    title = html.escape(f"Replay on the caches of {figures.config}")
+    rows = "".join(
+        f"<tr><th>{html.escape(name)}</th><td>{html.escape(text)}</td></tr>\n" for name, text in figure_rows(figures)
+    )
+    heads = "".join(f"<th>{name}</th>" for name in GROUP_COLUMNS)
+    groups = ""
+    for group in group_rows(figures):
+        groups += "<tr>" + "".join(f"<td>{html.escape(text)}</td>" for text in group) + "</tr>\n"
+    return (
+        f'<!DOCTYPE html>\n<html lang="en">\n<head><meta charset="utf-8"><title>{title}</title>\n'
+        f"<style>{_STYLE}</style></head>\n<body>\n<h1>{title}</h1>\n<table>\n{rows}</table>\n"
+        f"<h2>Pages</h2>\n<table>\n<tr>{heads}</tr>\n{groups}</table>\n"
+        f'<img alt="Pages over time" src="data:image/png;base64,{picture}">\n</body>\n</html>\n'
+    )

@@ -1,0 +1,208 @@
+"""A replay: the scheduler drives a `Batch` with a trace, audits it and keeps count.
+
+Knows the public face of `Batch` and the clock. Does not know files, tables or pictures.
+"""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from numba_kv.errors import InputError
+from numba_kv.replay.figures import GroupFigures, Latency, PageHistory, ReplayFigures
+from numba_kv.replay.scheduler import Scheduler, SchedulerOptions
+from numba_kv.replay.trace import Trace
+
+if TYPE_CHECKING:
+    from numba_kv.batch import Batch, Sequence
+    from numba_kv.shared_resources import SharedResources
+
+__all__ = ["ReplayOptions", "ReplayResult", "replay"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplayOptions:
+    """How a trace is replayed.
+
+    Attributes
+    ----------
+    chunk : int
+        Most prompt tokens of all rows in one step.
+    audit_every : int
+        Steps between two audits; 0: one audit at the end.
+    progress_every_s : float
+        Seconds between two calls of `on_progress`.
+    """
+
+    chunk: int = 2048
+    audit_every: int = 1000
+    progress_every_s: float = 0.1
+
+    def __post_init__(self) -> None:
+        if self.audit_every < 0:
+            raise InputError(f"audit_every: {self.audit_every} steps; 0 (only at the end) or more is wanted")
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayResult:
+    """Figures of a replay and the pages over its course (one series per entry of ``figures.groups``)."""
+
+    figures: ReplayFigures
+    history: PageHistory
+
+
+def replay(
+    resources: SharedResources,
+    trace: Trace,
+    options: ReplayOptions | None = None,
+    *,
+    config_name: str = "",
+    skipped: int = 0,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> ReplayResult:
+    """Serve every request of `trace` and return what happened.
+
+    Requests join in the order of their arrival and as soon as rows and pages allow; nobody sleeps.
+
+    Parameters
+    ----------
+    resources : SharedResources
+        The caches; a `Batch` is made for the replay and closed after it.
+    trace : Trace
+        Requests, none longer than the capacity.
+    options : ReplayOptions, optional
+        How.
+    config_name, skipped : optional
+        Passed on to the figures: what the model is called, and how many requests were left out before.
+    on_progress : callable, optional
+        Called now and then with the tokens appended (recomputed ones do not count) and the requests served.
+
+    Raises
+    ------
+    CapacityError
+        If a request does not fit into the pool even alone.
+    InvariantError
+        If an audit fails.
+    """
+    from numba_kv.batch import Batch
+
+    with Batch(resources) as batch:
+        run = _Run(resources, batch, trace, options or ReplayOptions())
+        run.serve(on_progress)
+        return ReplayResult(run.figures(config_name, skipped), run.history)
+
+
+class _Run:
+    """One replay in progress."""
+
+    def __init__(self, resources: SharedResources, batch: Batch, trace: Trace, options: ReplayOptions) -> None:
+        plan = resources.plan
+        self._plan = plan
+        self._target = resources.device.target
+        self._batch = batch
+        self._trace = trace
+        self._options = options
+        self._groups = [g for g in plan.groups if not g.is_empty]
+        full = plan.groups[0]
+        self._scheduler: Scheduler[Sequence] = Scheduler(
+            batch,
+            sorted(trace.requests, key=lambda r: r.arrival_s),
+            SchedulerOptions(
+                chunk=options.chunk,
+                max_batch_tokens=plan.config.max_batch_tokens,
+                page_tokens=None if full.is_empty else full.page_tokens,
+            ),
+        )
+        self.history = PageHistory(len(self._groups))
+        self._peaks = [0] * len(self._groups)
+        self._host_ns = array("q")
+        self._steady_ns = array("q")
+        self._steps = self._prefill = self._decode = self._preemptions = self._audits = 0
+        self._wall_s = 0.0
+
+    def serve(self, on_progress: Callable[[int, int], None] | None) -> None:
+        """Run steps until every request has been served."""
+        scheduler, every = self._scheduler, self._options.audit_every
+        started = time.monotonic()
+        next_progress = started
+        most = self._trace.input_tokens + self._trace.output_tokens
+        while not scheduler.is_done:
+            outcome = scheduler.step()
+            if not outcome.host_ns:  # the last ones have left: no step
+                continue
+            self._steps += 1
+            self._prefill += outcome.prefill_tokens
+            self._decode += outcome.decode_tokens
+            self._preemptions += outcome.preempted
+            self._host_ns.append(outcome.host_ns)
+            if outcome.is_steady:
+                self._steady_ns.append(outcome.host_ns)
+            self._look()
+            if every and self._steps % every == 0:
+                self._audit()
+            if on_progress is not None and time.monotonic() >= next_progress:
+                next_progress = time.monotonic() + self._options.progress_every_s
+                on_progress(min(self._prefill + self._decode, most), scheduler.finished)
+        self._audit()
+        if on_progress is not None:
+            on_progress(most, scheduler.finished)
+        self._wall_s = time.monotonic() - started
+
+    def _look(self) -> None:
+        """Note the pages that rows hold now: leased ones of the full group, the private rings of the others."""
+        running = self._scheduler.num_running
+        held = [running * g.ring if g.ring else g.usable_pages - self._batch.free_pages for g in self._groups]
+        for i, pages in enumerate(held):
+            if pages > self._peaks[i]:
+                self._peaks[i] = pages
+        self.history.record(self._steps, self._scheduler.tokens_held, held)
+
+    def _audit(self) -> None:
+        self._batch.audit()
+        self._audits += 1
+
+    def figures(self, config_name: str, skipped: int) -> ReplayFigures:
+        """Return what was counted."""
+        config, stats = self._plan.config, self._batch.stats
+        return ReplayFigures(
+            target=self._target,
+            config=config_name or config.model_type,
+            trace=self._trace.name,
+            rows=config.max_batch_size,
+            capacity=config.max_kv_cache_capacity,
+            chunk=self._options.chunk,
+            max_step_tokens=config.max_step_tokens,
+            sequences=len(self._trace.requests),
+            skipped=skipped,
+            steps=self._steps,
+            steady_steps=len(self._steady_ns),
+            preemptions=self._preemptions,
+            rotations=stats.rotated_pages,
+            launches=stats.launches,
+            prefill_tokens=self._prefill,
+            decode_tokens=self._decode,
+            recomputed_tokens=self._prefill + self._decode - self._trace.input_tokens - self._trace.output_tokens,
+            bytes_to_device=stats.bytes_to_device,
+            bytes_to_device_steady=stats.steady_bytes_to_device,
+            audits=self._audits,
+            host=Latency.of(self._host_ns),
+            host_steady=Latency.of(self._steady_ns),
+            wall_s=self._wall_s,
+            plan_bytes=self._plan.nbytes,
+            groups=tuple(
+                GroupFigures(
+                    index=g.index,
+                    window=str(g.window),
+                    layers=len(g.layers),
+                    page_tokens=g.page_tokens,
+                    ring_pages=g.ring,
+                    peak_pages=peak,
+                    bound_pages=g.usable_pages,
+                    page_nbytes=g.page_nbytes,
+                )
+                for g, peak in zip(self._groups, self._peaks, strict=True)
+            ),
+        )

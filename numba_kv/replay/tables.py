@@ -1,0 +1,172 @@
+"""Plans and figures as rich tables, for people.
+
+Knows how numbers are laid out. Does not know where they come from, nor the console they go to.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+
+from numba_kv.plan import MemoryPlan
+from numba_kv.replay.figures import Latency, ReplayFigures
+from numba_kv.replay.sizes import format_bytes
+
+__all__ = ["GROUP_COLUMNS", "Budget", "figure_rows", "group_rows", "plan_json", "plan_table", "replay_table"]
+
+#: Heads of `group_rows`.
+GROUP_COLUMNS = ("group", "attention", "layers", "ring R", "peak pages", "bound", "peak bytes")
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """Memory that was given, and the rows of full capacity that it would hold."""
+
+    nbytes: int
+    most_rows: int
+
+
+def _table(title: str, *columns: str, text: int = 1) -> Table:
+    """Return an empty table; the first `text` columns are words, the others numbers."""
+    table = Table(title=title, title_justify="left", header_style="bold")
+    for i, column in enumerate(columns):
+        table.add_column(column, justify="left" if i < text else "right", no_wrap=i < text)
+    return table
+
+
+def plan_json(plan: MemoryPlan, budget: Budget | None) -> dict[str, object]:
+    """Return a plan as plain objects."""
+    config = plan.config
+    return {
+        "model_type": config.model_type,
+        "batch": config.max_batch_size,
+        "capacity": config.max_kv_cache_capacity,
+        "page_tokens": config.page_tokens,
+        "kv_cache_dtype": str(config.kv_cache_dtype),
+        "max_step_tokens": config.max_step_tokens,
+        "max_batch_tokens": config.max_batch_tokens,
+        "memory_bytes": budget.nbytes if budget else None,
+        "groups": [
+            {
+                "index": g.index,
+                "window": str(g.window),
+                "layers": len(g.layers),
+                "kv_layers": sum(len(s.layers) for s in g.slabs),
+                "slabs": [
+                    {"layers": len(s.layers), "num_kv_heads": s.num_kv_heads, "head_dim": s.head_dim, "nbytes": s.nbytes}
+                    for s in g.slabs
+                ],
+                "page_tokens": g.page_tokens,
+                "ring_pages": g.ring,
+                "usable_pages": g.usable_pages,
+                "num_pages": g.num_pages,
+                "page_nbytes": g.page_nbytes,
+                "pool_nbytes": g.nbytes,
+            }
+            for g in plan.groups
+        ],
+        "regions": [{"name": r.name, "shape": list(r.shape), "dtype": r.dtype, "nbytes": r.nbytes} for r in plan.regions],
+        "pool_nbytes": plan.pool_nbytes,
+        "table_nbytes": plan.nbytes - plan.pool_nbytes,
+        "nbytes": plan.nbytes,
+        "max_sequences": plan.max_sequences,
+        "max_tokens": plan.max_tokens,
+        "rows_in_budget": budget.most_rows if budget else None,
+    }
+
+
+def plan_table(plan: MemoryPlan, budget: Budget | None) -> RenderableType:
+    """Return the tables of a plan: one row per window group, then the sums."""
+    config = plan.config
+    name, rows, capacity = config.model_type or "the model", config.max_batch_size, config.max_kv_cache_capacity
+    columns = ("group", "attention", "heads x dim", "layers", "page tokens", "ring R", "pages N", "page", "pool")
+    groups = _table(f"KV caches of {name}: {rows:,} rows of {capacity:,} tokens", *columns, text=3)
+    for g in plan.groups:
+        shapes = ", ".join(f"{s.num_kv_heads}x{s.head_dim}" for s in g.slabs) or "-"
+        borrowed = len(g.layers) - sum(len(s.layers) for s in g.slabs)
+        layers = f"{len(g.layers)} ({borrowed} borrow)" if borrowed else str(len(g.layers))
+        ring = str(g.ring) if g.ring else "-"
+        groups.add_row(
+            str(g.index),
+            str(g.window),
+            shapes,
+            layers,
+            str(g.page_tokens),
+            ring,
+            f"{g.num_pages:,}",
+            format_bytes(g.page_nbytes),
+            format_bytes(g.nbytes),
+        )
+    sums = _table("", "total", "", text=1)
+    sums.show_header = False
+    sums.add_row("pools", format_bytes(plan.pool_nbytes))
+    sums.add_row("tables and step data", format_bytes(plan.nbytes - plan.pool_nbytes))
+    sums.add_row("everything", f"{format_bytes(plan.nbytes)} ({plan.nbytes:,} B)")
+    if budget:
+        sums.add_row("left of the budget", format_bytes(budget.nbytes - plan.nbytes))
+    sums.add_row("sequences at full capacity", f"{plan.max_sequences:,}")
+    sums.add_row("tokens of all sequences", f"{plan.max_tokens:,}")
+    if budget:
+        sums.add_row("rows that the budget would hold", f"{budget.most_rows:,} of full capacity")
+    note = f"{config.kv_cache_dtype}; C = {config.max_step_tokens}; N counts the null and the trash page"
+    return Group(groups, note, sums)
+
+
+def figure_rows(figures: ReplayFigures) -> list[tuple[str, str]]:
+    """Return the figures of a replay as pairs of words: for the table and for the HTML report."""
+    f = figures
+    skipped = f" ({f.skipped} too long, left out)" if f.skipped else ""
+    recomputed = f", {f.recomputed_tokens:,} of them again" if f.recomputed_tokens else ""
+    rows = [
+        ("target", f.target),
+        ("trace", f.trace),
+        ("rows, capacity, chunk", f"{f.rows}, {f.capacity:,}, {f.chunk:,}"),
+        ("sequences", f"{f.sequences:,}{skipped}"),
+        ("steps", f"{f.steps:,} ({f.steady_steps:,} steady)"),
+        ("tokens", f"{f.prefill_tokens:,} prompt{recomputed} + {f.decode_tokens:,} generated"),
+        ("rotations", f"{f.rotations:,}"),
+        ("preemptions", f"{f.preemptions:,}"),
+        ("sent to the device", format_bytes(f.bytes_to_device)),
+        ("sent in steady steps", format_bytes(f.bytes_to_device_steady)),
+        ("audits", f"{f.audits:,} ok"),
+        ("host time of a step", _latency(f.host)),
+    ]
+    if f.host_steady.count:
+        rows.append(("of a steady step", _latency(f.host_steady)))
+    rows.append(("wall time", f"{f.wall_s:.1f} s"))
+    rows.append(("planned memory", format_bytes(f.plan_bytes)))
+    return rows
+
+
+def _latency(found: Latency) -> str:
+    return f"mean {found.mean:.1f}, p50 {found.p50:.1f}, p99 {found.p99:.1f} us"
+
+
+def group_rows(figures: ReplayFigures) -> list[tuple[str, ...]]:
+    """Return one row per window group, under `GROUP_COLUMNS`: for the table and for the HTML report."""
+    return [
+        (
+            str(g.index),
+            g.window,
+            str(g.layers),
+            str(g.ring_pages) if g.ring_pages else "-",
+            f"{g.peak_pages:,}",
+            f"{g.bound_pages:,}",
+            format_bytes(g.peak_pages * g.page_nbytes),
+        )
+        for g in figures.groups
+    ]
+
+
+def replay_table(figures: ReplayFigures) -> RenderableType:
+    """Return the tables of a replay: the figures, then pages of each group against their bound."""
+    numbers = _table(f"Replay on the caches of {figures.config}", "figure", "value", text=2)
+    numbers.show_header = False
+    for name, value in figure_rows(figures):
+        numbers.add_row(name, value)
+    groups = _table("Pages", *GROUP_COLUMNS, text=2)
+    for row in group_rows(figures):
+        groups.add_row(*row)
+    return Group(numbers, groups)

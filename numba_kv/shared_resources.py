@@ -1,0 +1,267 @@
+"""SharedResources: what lives as long as the process does, in one object that owns every byte of it."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
+
+from numba_kv.cache import HybridCacheManager, KVPageTable
+from numba_kv.config import LLMEngineConfig
+from numba_kv.device import Device, Memory, Stream, Tensor, create_device
+from numba_kv.dtypes import dtype
+from numba_kv.errors import InputError, StateError
+from numba_kv.geometry import Window, round_up
+from numba_kv.plan import MemoryPlan, plan_memory
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+__all__ = ["SharedResources", "allocate_zero_buffer"]
+
+
+class SharedResources:
+    """The caches, tables and scratch memory of an LLM runtime. Owns them; `close` gives everything back.
+
+    Made by `create_for_llm`. Device addresses do not change between construction and `close`.
+
+    Attributes
+    ----------
+    config : LLMEngineConfig
+        What it was made for.
+    plan : MemoryPlan
+        Every region that was allocated.
+    device : Device
+        Target, default stream and byte counts.
+    cache_managers : list of HybridCacheManager
+        One a model.
+    kv_page_tables : list of KVPageTable
+        Full-attention table of each model; host-owned until a Batch takes it.
+    zero_buffer : Tensor
+        uint8 [nbytes], zeros.
+    swa_kv_cache_mode : Tensor or None
+        int8 [1] if window layers live in rings, [0] if they have full rows; None if there is no window layer. Only its
+        shape has a meaning.
+    """
+
+    zero_buffer: Tensor
+    swa_kv_cache_mode: Tensor | None
+
+    def __init__(self, config: LLMEngineConfig, plan: MemoryPlan, device: Device) -> None:
+        self.config = config
+        self.plan = plan
+        self.device = device
+        self.cache_managers: list[HybridCacheManager] = []
+        self.kv_page_tables: list[KVPageTable] = []
+        self._swa_tables: list[dict[Window, KVPageTable]] = []
+        self._owned = ExitStack()
+        self._user: object | None = None
+        self._closed = False
+        with ExitStack() as undo:  # a constructor that raises leaves nothing allocated
+            undo.callback(self._owned.close)
+            self._build(plan)
+            undo.pop_all()
+
+    @classmethod
+    def create_for_llm(
+        cls,
+        config: LLMEngineConfig,
+        *,
+        stream: object | None = None,
+        target: str | None = None,
+        device: int = 0,
+        memory_bytes: int | None = None,
+    ) -> SharedResources:
+        """Allocate everything that a plain decoder-only model needs.
+
+        Parameters
+        ----------
+        config : LLMEngineConfig
+            The model and its limits.
+        stream : stream, optional
+            Where all work is enqueued: anything with ``__cuda_stream__``, a torch or CuPy stream, a non-zero handle;
+            None makes one.
+        target : {"cuda", "cpu", "sim"}, optional
+            Default: `numba_kv.target()`.
+        device : int
+            Device number on `cuda`.
+        memory_bytes : int, optional
+            Budget; see `plan_memory`.
+
+        Raises
+        ------
+        InputError, TargetError
+            If an argument is wrong or the target cannot work here.
+        PlanError, CapacityError
+            If the plan does not fit the budget, or the device does not have the memory; nothing stays allocated.
+
+        Stream: enqueues allocation and zeroing, and waits once. Cost: `plan.nbytes` of device memory.
+        """
+        if not isinstance(config, LLMEngineConfig):
+            raise InputError(f"config: {type(config).__name__} given; load_engine_config makes an LLMEngineConfig")
+        plan = plan_memory(config, memory_bytes)
+        return cls(config, plan, create_device(target, device, stream))
+
+    def _build(self, plan: MemoryPlan) -> None:
+        self._owned.callback(self.device.stream.close)
+        manager = HybridCacheManager(self.device, plan, self._take)
+        self._owned.callback(manager.close)
+        self.cache_managers.append(manager)
+        tables = {group.window: self._make_table(manager, group.index) for group in plan.groups}
+        full = plan.groups[0]
+        self.kv_page_tables.append(tables.pop(full.window))
+        self._swa_tables.append(tables)
+        if self.config.max_batch_size * full.row_pages <= full.usable_pages:
+            self.kv_page_tables[0].set_identity()
+        for table in (self.kv_page_tables[0], *tables.values()):
+            table.upload()
+        self.zero_buffer = self._tensor("zero_buffer")
+        self.swa_kv_cache_mode = None
+        if self.config.has_window_layers:
+            mode = self._tensor("swa_kv_cache_mode")
+            self.swa_kv_cache_mode = mode if self.config.use_bounded_swa else mode[:0]
+        self.device.stream.synchronize()
+
+    def _make_table(self, manager: HybridCacheManager, index: int) -> KVPageTable:
+        group = self.plan.groups[index]
+        table = KVPageTable(
+            self.device,
+            self.config.max_batch_size,
+            group.row_pages,
+            group.num_pages,
+            "dense" if group.window.is_full else "sparse",
+            reserved_pages=group.num_pages - group.usable_pages,
+            tensor=manager.step_buffers.page_tables[index],
+            name=f"page table of {group.window} attention",
+        )
+        self._owned.callback(table.close)
+        return table
+
+    def _take(self, name: str, nbytes: int) -> Memory:
+        memory = self.device.allocate(nbytes)
+        self._owned.callback(memory.close, self.device.stream)
+        return memory
+
+    def _tensor(self, name: str) -> Tensor:
+        region = self.plan.region(name)
+        return Tensor(self._take(name, region.nbytes), self.device, dtype(region.dtype), region.shape)
+
+    @property
+    def stream(self) -> Stream:
+        """The stream on which everything is enqueued."""
+        return self.device.stream
+
+    @property
+    def swa_kv_page_tables(self) -> list[KVPageTable | tuple[KVPageTable, ...] | None]:
+        """Window table of each model: None without window layers, a tuple (in model order) with several windows."""
+        found: list[KVPageTable | tuple[KVPageTable, ...] | None] = []
+        for tables in self._swa_tables:
+            several = tuple(tables.values())
+            found.append(several if len(several) > 1 else several[0] if several else None)
+        return found
+
+    def get_swa_kv_page_table(self, index: int, window: Window | int | None = None) -> KVPageTable | None:
+        """Return the window table of model `index`, or None if there is none or `index` is out of range.
+
+        Parameters
+        ----------
+        index : int
+            0 is the base model.
+        window : Window or int, optional
+            Which window (or its tokens); needed if the model has several.
+
+        Raises
+        ------
+        InputError
+            If the model has several windows and `window` does not name one of them.
+        """
+        self._check_open()
+        if not 0 <= index < len(self._swa_tables):
+            return None
+        tables = self._swa_tables[index]
+        if window is None:
+            if len(tables) > 1:
+                raise InputError(f"window: the model has {', '.join(map(str, tables))}; name one of them")
+            return next(iter(tables.values()), None)
+        named = [table for key, table in tables.items() if window == key or window == key.tokens]
+        if len(named) != 1:
+            raise InputError(f"window: {window} names {len(named)} of {', '.join(map(str, tables)) or 'no windows'}")
+        return named[0]
+
+    def attach(self, user: object) -> None:
+        """Lend the tables to `user`, one at a time.
+
+        Raises
+        ------
+        StateError
+            If closed, or lent already.
+        """
+        self._check_open()
+        if self._user is not None:
+            raise StateError(f"the tables are in use by {self._user!r}; close it first")
+        for table in (*self.kv_page_tables, *(t for tables in self._swa_tables for t in tables.values())):
+            table.lend(type(user).__name__)
+        self._user = user
+
+    def detach(self, user: object) -> None:
+        """Take the tables back from `user`: every entry is -1 and the host owns them again."""
+        if self._user is user:
+            self._user = None
+            for table in (*self.kv_page_tables, *(t for tables in self._swa_tables for t in tables.values())):
+                table.give_back()
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._closed
+
+    def close(self) -> None:
+        """Give everything back in reverse order, once. Stream: waits for the work enqueued so far."""
+        if self._closed:
+            return
+        user = self._user
+        if user is not None:
+            user.close()  # type: ignore[attr-defined]
+        self._closed = True
+        self.device.make_current()
+        self.device.stream.synchronize()
+        self._owned.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise StateError("SharedResources is closed")
+
+    def __enter__(self) -> SharedResources:
+        self._check_open()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else f"{self.plan.nbytes} bytes"
+        return f"SharedResources({self.config.model_type or 'model'}, {self.device.target}, {state})"
+
+
+def allocate_zero_buffer(resources: SharedResources, nbytes: int, stream: object | None = None) -> Tensor:
+    """Make `resources.zero_buffer` at least `nbytes` large and return it: uint8 zeros.
+
+    A larger buffer is a new one; the old address stays valid until `resources` is closed.
+
+    Raises
+    ------
+    InputError
+        If `nbytes` is not a positive integer.
+    StateError
+        If `resources` is closed.
+
+    Stream: enqueues on the resources' stream; `stream`, if given, is made to wait for it.
+    """
+    resources._check_open()
+    if isinstance(nbytes, bool) or not isinstance(nbytes, int) or nbytes < 1:
+        raise InputError(f"nbytes: {nbytes!r} is not a positive number of bytes")
+    if resources.zero_buffer.nbytes < nbytes:
+        size = round_up(nbytes, 256)
+        resources.zero_buffer = Tensor(resources._take("zero_buffer", size), resources.device, dtype("uint8"), (size,))
+    if stream is not None:
+        resources.device.as_stream(stream).wait(resources.stream.record())
+    return resources.zero_buffer

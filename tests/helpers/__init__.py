@@ -1,0 +1,1 @@
+"""Oracles, strategies and small inputs that several test files share."""

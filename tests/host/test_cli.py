@@ -1,0 +1,392 @@
+"""The command line: what it prints, what it writes, and that bad input is one line and exit code 2."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+
+from numba_kv import cli
+from numba_kv.config import load_engine_config
+from numba_kv.errors import InputError
+from numba_kv.plan import plan_memory
+from numba_kv.replay import commands, report
+from numba_kv.replay.fit import most_rows
+from numba_kv.replay.models import builtin_names, find_config
+from numba_kv.replay.sizes import format_bytes, parse_bytes
+
+ROOT = Path(__file__).resolve().parents[2]
+DATA = ROOT.parent / "shared" / "data"
+
+TINY = {
+    "model_type": "gemma3_text",
+    "num_hidden_layers": 2,
+    "num_attention_heads": 1,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "hidden_size": 8,
+    "vocab_size": 32,
+    "max_position_embeddings": 256,
+    "sliding_window": 24,
+    "layer_types": ["sliding_attention", "full_attention"],
+}
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> str:
+    path = tmp_path / "tiny.json"
+    path.write_text(json.dumps(TINY))
+    return str(path)
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> str:
+    path = tmp_path / "trace.jsonl"
+    lines = [{"arrival_s": 0.1 * i, "input_tokens": 1 + 17 * i, "output_tokens": 1 + 5 * i} for i in range(8)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return str(path)
+
+
+def run(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]:
+    code = cli.main(args)
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def refused(capsys: pytest.CaptureFixture[str], *args: str) -> str:
+    """Run a command that must be refused, and return its one line."""
+    code, out, err = run(capsys, *args)
+    assert code == 2
+    assert out == ""
+    assert err.count("\n") == 1
+    assert err.startswith("numba-kv")
+    return err
+
+
+# -- sizes -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [
+        ("24GiB", 24 * 2**30),
+        ("24GB", 24 * 10**9),
+        ("512MiB", 2**29),
+        ("1.5 kib", 1536),
+        ("2TB", 2 * 10**12),
+        ("4096", 4096),
+        ("7B", 7),
+        (" 0.5KB ", 500),
+    ],
+)
+def test_sizes(text: str, nbytes: int) -> None:
+    assert parse_bytes(text) == nbytes
+
+
+@pytest.mark.parametrize(
+    "text", ["", "GiB", "24G", "24 gigs", "-1GiB", "1e9", "0", "0GiB", "0.3B", "nan", "1,5GB", "24GiBGiB", "٣GB"]
+)
+def test_bad_sizes(text: str) -> None:
+    with pytest.raises(InputError, match="memory size|whole number of bytes"):
+        parse_bytes(text)
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (2**30, "1 GiB"), (-(2**20), "-1 MiB"), (2**50, "1,024 TiB")],
+)
+def test_format_bytes(nbytes: int, text: str) -> None:
+    assert format_bytes(nbytes) == text
+
+
+# -- arguments ---------------------------------------------------------------------------------------------------------
+
+
+def test_help_is_there_for_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "--help")
+    assert code == 0
+    for command in commands.COMMANDS:
+        assert command in out
+        assert run(capsys, command, "--help")[0] == 0
+    assert run(capsys)[0] == 0
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "--version")
+    assert code == 0
+    assert out.startswith("numba-kv ")
+
+
+def test_help_loads_nothing_heavy() -> None:
+    code = (
+        "import sys\nfrom numba_kv import cli\ncli.main(['--help'])\n"
+        "raise SystemExit(','.join(m for m in ('numpy', 'numba', 'rich', 'ml_dtypes', 'cuda') if m in sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.stderr.strip() == ""
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["fly"], ["fly"]),
+        (["plan"], ["CONFIG"]),
+        (["plan", "gemma3_270m", "--memory", "24G"], ["--memory", "24G", "24GiB"]),
+        (["plan", "gemma3_270m", "--capacity", "0"], ["--capacity", "0 is below 1"]),
+        (["plan", "gemma3_270m", "--batch", "many"], ["--batch", "'many'"]),
+        (["plan", "gemma3_270m", "--page-tokens", "3"], ["page_tokens", "3"]),
+        (["plan", "gemma3_270m", "--dtype", "int4"], ["int4"]),
+        (["plan", "gemma3_270m", "--max-step-tokens", "-1"], ["--max-step-tokens", "-1"]),
+        (["plan", "gemma3_270m", "--memory", "1MiB"], ["short", "max_batch_size"]),
+        (["plan", "absent.json"], ["absent.json"]),
+        (["plan", "gemma3_270m", "--json", "absent/plan.json"], ["--json", "absent/plan.json"]),
+        (["plan", "gemma3_270m", "--json", "."], ["--json", "folder"]),
+        (["replay", "gemma3_270m"], ["TRACE"]),
+        (["replay", "gemma3_270m", "absent.csv"], ["absent.csv", "cannot be read"]),
+        (["replay", "gemma3_270m", "generated:x"], ["generated:x", "seed"]),
+        (["replay", "gemma3_270m", "generated", "--limit", "0"], ["--limit", "0"]),
+        (["replay", "gemma3_270m", "generated", "--audit-every", "-1"], ["--audit-every", "-1"]),
+        (["replay", "gemma3_270m", "generated", "--chunk", "0"], ["--chunk", "0"]),
+        (["replay", "gemma3_270m", "generated", "--target", "tpu"], ["--target", "tpu"]),
+        (["replay", "gemma3_270m", "generated", "--picture", "absent/p.png"], ["--picture", "absent/p.png"]),
+        (["inspect", "gemma3_270m", "--tokens", "5,x"], ["--tokens"]),
+        (["inspect", "gemma3_270m", "--tokens", "5,6", "--batch", "1"], ["--batch", "2 sequences"]),
+        (["inspect", "gemma3_270m", "--tokens", "90", "--capacity", "64"], ["--tokens", "capacity of 64"]),
+        (["bench", "speed"], ["speed", "advance"]),
+    ],
+    ids=" ".join,
+)
+def test_bad_arguments(capsys: pytest.CaptureFixture[str], args: list[str], words: list[str]) -> None:
+    line = refused(capsys, *args)
+    for word in words:
+        assert word in line
+
+
+def test_bad_trace_line(capsys: pytest.CaptureFixture[str], config: str, tmp_path: Path) -> None:
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text(
+        '{"arrival_s": 0, "input_tokens": 5, "output_tokens": 5}\n{"arrival_s": 0, "input_tokens": -5, "output_tokens": 5}\n'
+    )
+    line = refused(capsys, "replay", config, str(bad))
+    assert "line 2: input_tokens is -5" in line
+
+
+def test_interrupt_is_130(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(args: object) -> NoReturn:
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(commands.COMMANDS, "plan", interrupt)
+    code, out, err = run(capsys, "plan", "gemma3_270m")
+    assert (code, out, err) == (130, "", "numba-kv: interrupted\n")
+
+
+def test_a_reader_that_goes_away_is_no_traceback() -> None:
+    done = subprocess.run(
+        f"{sys.executable} -m numba_kv.cli plan gemma3_270m --json - 2>/dev/null | true; exit ${{PIPESTATUS[0]}}",
+        shell=True,
+        executable="/bin/bash",
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode in (0, 1)
+    assert done.stderr == ""
+
+
+# -- plan --------------------------------------------------------------------------------------------------------------
+
+
+def test_builtin_model_is_gemma3_270m() -> None:
+    assert builtin_names() == ("gemma3_270m",)
+    config = load_engine_config(find_config("gemma3_270m"))
+    assert len(config.layers) == 18
+    assert [i for i, layer in enumerate(config.layers) if layer.window.is_full] == [5, 11, 17]
+    assert {(layer.num_kv_heads, layer.head_dim) for layer in config.layers} == {(1, 256)}
+    assert {layer.window.tokens for layer in config.layers} == {0, 512}
+    assert config.max_kv_cache_capacity == 32768
+
+
+def test_a_file_comes_before_a_builtin_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "gemma3_270m").write_text(json.dumps(TINY))
+    assert find_config("gemma3_270m") == "gemma3_270m"
+
+
+def test_plan_json_on_stdout_stands_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(capsys, "plan", "gemma3_270m", "--batch", "4", "--capacity", "2048", "--memory", "1GiB", "--json", "-")
+    assert code == 0
+    assert "sliding 512" in err
+    found = json.loads(out)
+    assert found["batch"] == 4
+    assert found["capacity"] == 2048
+    assert [(g["window"], g["layers"], g["ring_pages"]) for g in found["groups"]] == [("full", 3, 0), ("sliding 512", 15, 33)]
+    assert found["nbytes"] == sum(region["nbytes"] for region in found["regions"])
+    assert found["nbytes"] == found["pool_nbytes"] + found["table_nbytes"]
+    assert (found["max_sequences"], found["max_tokens"]) == (4, 8192)
+    assert found["rows_in_budget"] > 4
+
+
+def test_plan_table_and_json_file(capsys: pytest.CaptureFixture[str], config: str, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    code, out, err = run(capsys, "plan", config, "--json", str(path), "--max-step-tokens", "8", "--max-batch-tokens", "64")
+    assert (code, err) == (0, "")
+    assert "sliding 24" in out
+    found = json.loads(path.read_text())
+    assert (found["max_step_tokens"], found["max_batch_tokens"], found["rows_in_budget"]) == (8, 64, None)
+
+
+def test_most_rows_is_the_last_that_fits() -> None:
+    config = load_engine_config(TINY, max_batch_size=2)
+
+    def nbytes(rows: int) -> int:
+        return plan_memory(load_engine_config(TINY, max_batch_size=rows)).nbytes
+
+    assert most_rows(config, nbytes(37)) == 37
+    assert most_rows(config, nbytes(37) - 1) == 36
+    assert most_rows(config, nbytes(1)) == 1
+    assert most_rows(config, nbytes(1) - 1) == 0
+    assert most_rows(config, 1 << 62) == 1 << 20
+
+
+@pytest.mark.skipif(not DATA.is_dir(), reason="public configurations are not beside the checkout (../shared/data)")
+@pytest.mark.parametrize("name", ["gpt_oss", "gemma3_text", "v4_mistral_7b_v01"])
+def test_plan_of_public_models(capsys: pytest.CaptureFixture[str], name: str) -> None:
+    code, out, _ = run(capsys, "plan", str(DATA / "configs" / f"{name}.json"), "--memory", "24GiB", "--json", "-")
+    assert code == 0
+    found = json.loads(out)
+    assert found["nbytes"] <= 24 * 2**30
+    assert found["max_sequences"] >= 1
+
+
+# -- replay, inspect, demo ---------------------------------------------------------------------------------------------
+
+
+def replayed(capsys: pytest.CaptureFixture[str], *args: str) -> dict[str, Any]:
+    code, out, err = run(capsys, "replay", *args, "--target", "cpu", "--json", "-")
+    assert code == 0, err
+    found: dict[str, Any] = json.loads(out)
+    assert found["audit"] == "ok"
+    return found
+
+
+def test_replay_figures(capsys: pytest.CaptureFixture[str], config: str, trace: str) -> None:
+    found = replayed(capsys, config, trace, "--batch", "3", "--chunk", "32", "--page-tokens", "8", "--audit-every", "1")
+    assert found["target"] == "cpu"
+    assert found["config"] == "tiny"
+    assert found["sequences"] == 8
+    assert found["tokens"] == {"prefill": 484, "decode": 148, "recomputed": 0, "total": 632}
+    assert found["audits"] == found["steps"] + 1
+    assert found["bytes_to_device_steady"] == 0
+    assert found["preemptions"] == 0
+    assert found["rotations"] > 0
+    full, window = found["groups"]
+    assert 0 < full["peak_pages"] <= full["bound_pages"]
+    assert window["ring_pages"] == 4  # ceil((24 + 1 - 2) / 8) + 1
+    assert window["peak_pages"] == window["bound_pages"] == 12
+
+
+def test_replay_is_the_same_twice(capsys: pytest.CaptureFixture[str], config: str) -> None:
+    args = (config, "generated:5", "--limit", "12", "--capacity", "256", "--batch", "4")
+    first, second = replayed(capsys, *args), replayed(capsys, *args)
+    for found in (first, second):
+        for name in ("wall_s", "us_per_step", "us_per_steady_step"):
+            del found[name]
+    assert first == second
+
+
+def test_replay_preempts_in_a_small_pool(capsys: pytest.CaptureFixture[str], config: str, tmp_path: Path) -> None:
+    trace = tmp_path / "long_answers.jsonl"
+    trace.write_text('{"arrival_s": 0, "input_tokens": 20, "output_tokens": 200}\n' * 6)
+    args = ["--batch", "4", "--page-tokens", "4", "--chunk", "64", "--capacity", "240"]
+    roomy = replayed(capsys, config, str(trace), *args)
+    model = load_engine_config(TINY, max_batch_size=4, max_kv_cache_capacity=240, page_tokens=4, max_batch_tokens=68)
+    plan = plan_memory(model)
+    # Two and a half rows' worth of full-attention pages.
+    less = plan.groups[0].page_nbytes * 90
+    found = replayed(capsys, config, str(trace), *args, "--memory", str(plan.nbytes - less), "--audit-every", "1")
+    assert (roomy["preemptions"], found["preemptions"] > 0) == (0, True)
+    assert found["tokens"]["decode"] == 1200
+    assert found["tokens"]["prefill"] == 120 + found["tokens"]["recomputed"]
+    full = found["groups"][0]
+    assert full["peak_pages"] <= full["bound_pages"] < 240
+
+
+def test_too_long_requests(capsys: pytest.CaptureFixture[str], config: str, trace: str) -> None:
+    line = refused(capsys, "replay", config, trace, "--capacity", "100")
+    assert "line 6" in line
+    assert "112 tokens long" in line
+    assert "capacity of a row is 100" in line
+    found = replayed(capsys, config, trace, "--capacity", "100", "--skip-too-long")
+    assert (found["sequences"], found["skipped"]) == (5, 3)
+
+
+def test_capacity_follows_the_trace_up_to_the_model(capsys: pytest.CaptureFixture[str], config: str, tmp_path: Path) -> None:
+    short = tmp_path / "short.jsonl"
+    short.write_text('{"arrival_s": 0, "input_tokens": 9, "output_tokens": 1}\n')
+    assert replayed(capsys, "gemma3_270m", str(short), "--batch", "1")["capacity"] == 256
+    long = tmp_path / "long.jsonl"
+    long.write_text('{"arrival_s": 0, "input_tokens": 256, "output_tokens": 1}\n')
+    assert "capacity of a row is 256" in refused(capsys, "replay", config, str(long))
+    assert replayed(capsys, config, str(long), "--capacity", "300")["capacity"] == 300
+
+
+def test_pictures_and_report(capsys: pytest.CaptureFixture[str], config: str, trace: str, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="pictures need the extra viz")
+    picture, page = tmp_path / "pages.png", tmp_path / "report.html"
+    replayed(capsys, config, trace, "--picture", str(picture), "--report", str(page))
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    text = page.read_text()
+    assert "data:image/png;base64," in text
+    assert "sliding 24" in text
+    assert "http" not in text.replace("data:image", "")
+    line = run(capsys, "replay", config, trace, "--picture", str(tmp_path / "pages.xyz"), "--target", "cpu")[2]
+    assert "pages.xyz cannot be written" in line
+
+
+def test_without_matplotlib(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, config: str, trace: str, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.delitem(sys.modules, "matplotlib.figure", raising=False)
+    line = refused(capsys, "replay", config, trace, "--picture", str(tmp_path / "p.png"))
+    assert "pip install numba-kv[viz]" in line
+    with pytest.raises(report.MissingExtraError):
+        report.check_drawing()
+
+
+def test_inspect(capsys: pytest.CaptureFixture[str], config: str) -> None:
+    args = ["inspect", config, "--tokens", "5,100", "--steps", "2", "--page-tokens", "8", "--target", "cpu", "--json", "-"]
+    code, out, err = run(capsys, *args)
+    assert code == 0, err
+    assert "sliding 24" in err
+    full, window = json.loads(out)["groups"]
+    assert [row["length"] for row in full["rows"]] == [7, 102]
+    # The last step appended token 101 at length 101: lowest key 78, so pages [9, 13) are mapped, each at its place in the ring.
+    assert [page["logical"] for page in window["rows"][1]["pages"]] == [9, 10, 11, 12]
+    assert [page["ring_position"] for page in window["rows"][1]["pages"]] == [1, 2, 3, 0]
+    ids = [page["page_id"] for row in window["rows"] for page in row["pages"]]
+    assert len(ids) == len(set(ids))
+    assert [page["logical"] for page in full["rows"][1]["pages"]][:13] == list(range(13))
+
+
+def test_demo(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="the demo draws a picture")
+    code, out, err = run(capsys, "demo", "--out", str(tmp_path / "deep" / "demo"), "--target", "cpu")
+    assert code == 0, err
+    assert "gemma3_270m" in out
+    assert (tmp_path / "deep" / "demo" / "demo.png").read_bytes().startswith(b"\x89PNG")
+    found = json.loads((tmp_path / "deep" / "demo" / "demo.json").read_text())
+    assert found["audit"] == "ok"
+    assert found["sequences"] == 200
+    assert [g["ring_pages"] for g in found["groups"]] == [0, 33]
+
+
+def test_demo_into_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="the demo draws a picture")
+    (tmp_path / "taken").write_text("")
+    assert "--out" in refused(capsys, "demo", "--out", str(tmp_path / "taken"))
