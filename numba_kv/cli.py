@@ -66,7 +66,7 @@ def _add_model(parser: argparse.ArgumentParser, rows: str) -> None:
     positive = _integer(1)
     parser.add_argument("config", metavar="CONFIG", help=_CONFIG_HELP)
     parser.add_argument("--capacity", type=positive, metavar="TOKENS", help="most tokens of a row")
-    parser.add_argument("--batch", type=positive, metavar="ROWS", help=rows)
+    parser.add_argument("--batch", "--rows", type=positive, metavar="ROWS", help=rows)
     parser.add_argument("--page-tokens", type=positive, metavar="P", help="tokens of a page, a power of two up to 256")
     parser.add_argument("--dtype", metavar="D", help="float16, bfloat16, float8_e4m3 or float32; default: the model's own")
     parser.add_argument(

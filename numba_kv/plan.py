@@ -11,7 +11,9 @@ that also share heads and head size, ``[layers, 2, N, P, H, D]``: K in half 0, V
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass, replace
+from operator import index as as_integer
 
 from numba_kv.config.engine import LLMEngineConfig
 from numba_kv.dtypes import dtype
@@ -203,8 +205,7 @@ def plan_memory(config: LLMEngineConfig, memory_bytes: int | None = None) -> Mem
     PlanError
         If the budget does not hold the plan, or not even one sequence of full capacity; carries the shortfall.
     """
-    if memory_bytes is not None and (isinstance(memory_bytes, bool) or not isinstance(memory_bytes, int) or memory_bytes < 1):
-        raise PlanError(f"memory_bytes: {memory_bytes!r} is not a positive number of bytes")
+    budget = None if memory_bytes is None else _check_budget(memory_bytes)
     row_pages = ceil_div(config.max_kv_cache_capacity, config.page_tokens)
     every_row = config.max_batch_size * row_pages
     wanted = config.num_kv_pages
@@ -214,21 +215,28 @@ def plan_memory(config: LLMEngineConfig, memory_bytes: int | None = None) -> Mem
             f"max_kv_cache_capacity {config.max_kv_cache_capacity} tokens, which takes {row_pages}; "
             "raise num_kv_pages or lower the capacity"
         )
-    plan = _build(config, every_row if wanted is None else wanted)
-    if memory_bytes is None or plan.nbytes <= memory_bytes:
+    if budget is None or wanted is not None:
+        plan = _build(config, every_row if wanted is None else wanted)
+        if budget is not None and plan.nbytes > budget:
+            raise _too_small(plan, budget)
         return plan
-    page_nbytes = plan.groups[0].page_nbytes
-    if wanted is None and page_nbytes:
-        surplus = plan.nbytes - memory_bytes
-        pages = plan.groups[0].usable_pages - ceil_div(surplus, page_nbytes)
-        if pages >= row_pages:
-            smaller = _build(config, pages)
-            if smaller.nbytes > memory_bytes:  # the alignment of each layer's pool can cost a last page
-                smaller = _build(config, max(row_pages, pages - 1))
-            if smaller.nbytes <= memory_bytes:
-                return smaller
-        plan = _build(config, row_pages)
-    raise _too_small(plan, memory_bytes)
+    plan = _build(config, row_pages)
+    if plan.nbytes > budget:
+        raise _too_small(plan, budget)
+    # Bytes never fall as pages are added, but not by the same step each time: every layer's pool is aligned.
+    more = range(row_pages + 1, min(every_row, MAX_POOL_PAGES - RESERVED_PAGES) + 1)
+    fitting = bisect_right(more, budget, key=lambda pages: _build(config, pages).nbytes)
+    return _build(config, row_pages + fitting) if fitting else plan
+
+
+def _check_budget(memory_bytes: int) -> int:
+    try:
+        number = 0 if isinstance(memory_bytes, bool) else as_integer(memory_bytes)
+    except TypeError:
+        number = 0
+    if number < 1:
+        raise PlanError(f"memory_bytes: {memory_bytes!r} is not a positive number of bytes")
+    return number
 
 
 def _too_small(plan: MemoryPlan, budget: int) -> PlanError:

@@ -121,4 +121,6 @@ def _window_tables(ledger: RowLedger, g: int) -> tuple[NDArray[np.int32], NDArra
 def _same(name: str, found: NDArray[np.int32], expected: NDArray[np.int64] | NDArray[np.int32]) -> None:
     if not np.array_equal(found, expected):
         place = tuple(int(i) for i in np.argwhere(found != expected)[0])
-        raise InvariantError(f"{name}{list(place)}: the device holds {int(found[place])}, the host expects {int(expected[place])}")
+        raise InvariantError(
+            f"{name}{list(place)}: the device holds {int(found[place])}, the host expects {int(expected[place])}"
+        )

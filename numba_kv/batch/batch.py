@@ -11,14 +11,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from numba_kv.batch.arguments import integer, prompt_length
 from numba_kv.batch.audit import AuditReport, audit_batch
 from numba_kv.batch.edits import EditBlock
+from numba_kv.batch.even_steps import EvenSteps
 from numba_kv.batch.guard import CallGuard
 from numba_kv.batch.launches import StepLaunches
+from numba_kv.batch.permutation import cycles_of, fill_holes
 from numba_kv.batch.sequence import Sequence
 from numba_kv.batch.stats import BatchStats
 from numba_kv.batch.view import StepView
-from numba_kv.errors import CapacityError, InputError, InvariantError, RewindTooFar, StateError
+from numba_kv.errors import CapacityError, InputError, RewindTooFar, StateError
 from numba_kv.ledger.leases import plan_leases
 from numba_kv.ledger.rows import RowLedger
 from numba_kv.shared_resources import SharedResources
@@ -49,19 +52,24 @@ class Batch:
     def __init__(self, resources: SharedResources) -> None:
         if not isinstance(resources, SharedResources):
             raise InputError(f"resources: {type(resources).__name__} is not a SharedResources")
-        resources.attach(self)
         self.resources = resources
         self.plan = resources.plan
-        self._buffers = resources.cache_managers[0].step_buffers
-        self._buffers.reset()
-        self._ledger = RowLedger(self.plan)
-        self._launches = StepLaunches(self._buffers)
-        self._guard = CallGuard(resources.device, "Batch")
+        rows = self.plan.config.max_batch_size
         self._sequences: dict[int, Sequence] = {}
         self._stats = BatchStats()
-        rows = self.plan.config.max_batch_size
+        self._ledger = RowLedger(self.plan)
         self._layout = np.zeros(rows, np.int64)  # counts that the device's layout says now
-        self._even = _EvenSteps(rows)
+        self._even = EvenSteps(rows)
+        self._guard = CallGuard(resources.device, "Batch")
+        resources.attach(self)
+        try:
+            self._buffers = resources.cache_managers[0].step_buffers
+            self._buffers.reset()
+            self._launches = StepLaunches(self._buffers)
+        except BaseException:
+            self._guard.is_closed = True
+            resources.detach(self)
+            raise
 
     # -- composition ---------------------------------------------------------------------------------------------
 
@@ -126,7 +134,7 @@ class Batch:
             leaving = [self._row_of(s, "retire") for s in retire]
             if len(set(leaving)) != len(leaving):
                 raise InputError("retire: a sequence is named twice")
-            prompts = [self._prompt_tokens(p) for p in admit]
+            prompts = [prompt_length(p, self.plan.config.max_kv_cache_capacity) for p in admit]
             if len(prompts) > self._ledger.free_rows + len(leaving):
                 free = self._ledger.free_rows + len(leaving)
                 raise CapacityError(
@@ -137,7 +145,7 @@ class Batch:
                 )
             if not leaving and not prompts:
                 return []
-            self._settle()
+            self._change()
             ledger = self._ledger
             rows = ledger.peek_rows(len(prompts), leaving)
             block = EditBlock()
@@ -153,7 +161,7 @@ class Batch:
             made = []
             for row, prompt in zip(rows, prompts, strict=True):
                 ledger.admit(row, prompt)
-                sequence = Sequence(ledger, row, int(ledger.generation[row]), prompt)
+                sequence = Sequence(self, row, int(ledger.generation[row]), prompt)
                 self._sequences[row] = sequence
                 made.append(sequence)
             self._stats.retired += len(leaving)
@@ -184,22 +192,26 @@ class Batch:
         with self._guard:
             rows = len(self._layout)
             if order is None:
-                sources = _fill_holes(self._ledger.live)
+                sources = fill_holes(self._ledger.live)
             else:
                 wanted = [self._row_of(s, "order") for s in order]
                 if sorted(wanted) != sorted(self._sequences):
-                    raise InputError(f"order: {len(wanted)} sequences given, the {len(self._sequences)} active ones once each wanted")
+                    raise InputError(
+                        f"order: {len(wanted)} sequences given, the {len(self._sequences)} active ones once each wanted"
+                    )
                 sources = np.array(wanted + [r for r in range(rows) if r not in set(wanted)], np.int64)
             moved = np.flatnonzero(sources != np.arange(rows))
             if not len(moved):
                 return {}
-            self._settle()
+            self._change()
             self._guard.is_enqueueing = True
-            self._count_bytes(lambda: self._launches.permute(_cycles(sources)))
+            self._count_bytes(lambda: self._launches.permute(cycles_of(sources)))
             self._ledger.permute(sources)
             self._layout = self._layout[sources]
             self._layout[:] = -1  # the device still has the old order: send counts with the next step
-            self._sequences = {int(to): self._sequences[int(sources[to])] for to in range(rows) if int(sources[to]) in self._sequences}
+            self._sequences = {
+                int(to): self._sequences[int(sources[to])] for to in range(rows) if int(sources[to]) in self._sequences
+            }
             for row, sequence in self._sequences.items():
                 sequence.row = row
             return {self._sequences[int(row)]: int(row) for row in moved if int(row) in self._sequences}
@@ -260,13 +272,13 @@ class Batch:
         with self._guard:
             if not isinstance(tokens, Mapping) or not tokens:
                 raise InputError("rewind: a mapping of at least one sequence to its tokens is wanted")
-            self._settle()
+            self._change()
             ledger = self._ledger
             back = np.zeros(len(self._layout), np.int64)
             for sequence, count in tokens.items():
                 row = self._row_of(sequence, "rewind")
                 length = int(ledger.lo[row])
-                number = _integer(count)
+                number = integer(count)
                 if number is None or not 1 <= number <= length:
                     raise InputError(f"rewind: {count!r} tokens of {sequence!r} is not in 1..{length} (its length)")
                 problem = ledger.rewind_problem(row, length - number)
@@ -353,7 +365,7 @@ class Batch:
     # -- the step path -------------------------------------------------------------------------------------------
 
     def _step(self, counts: NDArray[np.int64], even: bool = False) -> StepView:
-        self._settle()
+        self._change()
         ledger, config = self._ledger, self.plan.config
         total, longest = int(counts.sum()), int(counts.max(initial=0))
         if total > config.max_batch_tokens:
@@ -398,10 +410,20 @@ class Batch:
         return StepView(self._buffers, even.num_rows, even.total, even.count, even.upper, True, even.is_long)
 
     def _settle(self) -> None:
-        """Bring the host mirror up to date after repeated even steps, and end their run."""
-        repeats = self._even.end()
+        """Bring the host mirror up to date after repeated even steps."""
+        repeats = self._even.take_repeats()
         if repeats:
             self._ledger.note_even_steps(repeats * self._even.counts, self._even.counts)
+
+    def _change(self) -> None:
+        """Begin a call that changes more than an even step does."""
+        self._settle()
+        self._even.end()
+
+    def settled_length(self, row: int) -> int:
+        """Return a row's length, repeated even steps included (for Sequence)."""
+        self._settle()
+        return int(self._ledger.hi[row])
 
     def _headroom(self) -> int:
         """Return the tokens that every live row can still take without a new page."""
@@ -451,36 +473,20 @@ class Batch:
             raise StateError(f"{call}: {sequence!r} is not active in this batch")
         return sequence.row
 
-    def _prompt_tokens(self, prompt: Any) -> int:
-        number = _integer(prompt)
-        if number is None:
-            if getattr(prompt, "ndim", 1) != 1 or isinstance(prompt, (str, bytes)):
-                raise InputError(f"admit: tokens of type {type(prompt).__name__} are not a one-dimensional sequence of token ids")
-            try:
-                number = len(prompt)
-            except TypeError:
-                raise InputError(f"admit: {prompt!r} is neither a sequence of token ids nor their number") from None
-        if number < 1:
-            raise InputError(f"admit: a prompt of {number} tokens; at least 1 is wanted")
-        capacity = self.plan.config.max_kv_cache_capacity
-        if number > capacity:
-            raise CapacityError(f"admit: a prompt of {number} tokens exceeds max_kv_cache_capacity {capacity}", needed=number, free=capacity)
-        return number
-
     def _counts(self, tokens: Mapping[Sequence, int]) -> NDArray[np.int64]:
         if not tokens:
             raise InputError("tokens: the mapping is empty; name at least one sequence")
         counts = np.zeros(len(self._layout), np.int64)
         for sequence, count in tokens.items():
             row = self._row_of(sequence, "step")
-            number = _integer(count)
+            number = integer(count)
             if number is None or number < 1:
                 raise InputError(f"tokens: {count!r} for {sequence!r} is not a positive integer; leave out who appends nothing")
             counts[row] = number
         return counts
 
     def _even_counts(self, tokens: Any) -> NDArray[np.int64]:
-        number = _integer(tokens)
+        number = integer(tokens)
         if number is None or number < 1:
             raise InputError(f"tokens: {tokens!r} is neither a positive integer nor a mapping of sequences to counts")
         if not self._sequences:
@@ -493,68 +499,3 @@ class Batch:
                 f"step: {sequence!r} has {sequence.pending_tokens} unprefilled tokens; name sequences and counts in a mapping"
             )
         return np.where(self._ledger.live, number, 0)
-
-
-class _EvenSteps:
-    """A run of steps that append the same number of tokens to every live row, so that nothing has to be looked at again."""
-
-    def __init__(self, rows: int) -> None:
-        self.counts = np.zeros(rows, np.int64)
-        self.count = self.total = self.num_rows = self.upper = 0
-        self.is_long = False
-        self._headroom = 0
-        self._repeats = 0
-
-    def repeats(self, tokens: Any) -> bool:
-        """Return whether a step of `tokens` continues the run."""
-        return type(tokens) is int and tokens == self.count and tokens <= self._headroom
-
-    def start(self, count: int, counts: NDArray[np.int64], total: int, view: StepView, headroom: int) -> None:
-        """Begin a run after its first step."""
-        self.count, self.counts, self.total = count, counts, total
-        self.num_rows, self.upper, self.is_long = view.num_rows, view.kv_len_upper, view.is_long
-        self._headroom, self._repeats = headroom, 0
-
-    def again(self) -> None:
-        """Note one more step of the run."""
-        self._headroom -= self.count
-        self.upper += self.count
-        self._repeats += 1
-
-    def end(self) -> int:
-        """End the run and return how many steps followed its first."""
-        repeats, self._repeats, self._headroom = self._repeats, 0, 0
-        return repeats
-
-
-def _integer(value: Any) -> int | None:
-    """Return `value` as an int if it is an integer of any kind (not a bool), else None."""
-    if isinstance(value, bool) or not hasattr(value, "__index__") or getattr(value, "ndim", 0) != 0:
-        return None
-    return int(value.__index__())
-
-
-def _fill_holes(live: NDArray[np.bool_]) -> NDArray[np.int64]:
-    """Return sources of rows such that the highest live rows move into the holes below them."""
-    sources = np.arange(len(live))
-    count = int(live.sum())
-    holes = np.flatnonzero(~live[:count])
-    movers = np.flatnonzero(live[count:]) + count
-    if len(holes) != len(movers):
-        raise InvariantError(f"{len(holes)} holes and {len(movers)} rows to fill them")
-    sources[holes], sources[movers] = movers, holes
-    return sources
-
-
-def _cycles(sources: NDArray[np.int64]) -> list[list[int]]:
-    """Return the cycles r0 <- r1 <- ... of a permutation, without the fixed rows."""
-    seen, found = set(), []
-    for row in range(len(sources)):
-        cycle = []
-        while row not in seen and sources[row] != row:
-            seen.add(row)
-            cycle.append(row)
-            row = int(sources[row])
-        if cycle:
-            found.append(cycle)
-    return found

@@ -40,7 +40,12 @@ class EditBlock:
         return self._layout is not None or self._take_back is not None
 
     def set_pages(
-        self, rows: NDArray[np.int64], firsts: NDArray[np.int64], sizes: NDArray[np.int64], ids: NDArray[np.int32], held: NDArray[np.int64]
+        self,
+        rows: NDArray[np.int64],
+        firsts: NDArray[np.int64],
+        sizes: NDArray[np.int64],
+        ids: NDArray[np.int32],
+        held: NDArray[np.int64],
     ) -> None:
         """Give full-group pages to several rows.
 

@@ -41,34 +41,38 @@ class StepLaunches:
         tables = {name: arena[name] for name in ("page_tables", "block_tables")}
         self._advance = advance.bind(
             self._device,
+            {
+                **state,
+                **tables,
+                "counts": buffers.counts,
+                "take_back": buffers.take_back,
+                "cu_seqlens_q": buffers.cu_seqlens_q,
+                "slot_mapping": arena["slot_mapping"],
+                "positions": buffers.positions,
+                "seq_lens": buffers.seq_lens,
+                "context_lens": buffers.context_lens,
+                "capacity": config.max_kv_cache_capacity,
+                "use_counts": 1,
+                "use_take_back": 0,
+                "write_slots": 1,
+            },
             threads=32,
-            **state,
-            **tables,
-            counts=buffers.counts,
-            take_back=buffers.take_back,
-            cu_seqlens_q=buffers.cu_seqlens_q,
-            slot_mapping=arena["slot_mapping"],
-            positions=buffers.positions,
-            seq_lens=buffers.seq_lens,
-            context_lens=buffers.context_lens,
-            capacity=config.max_kv_cache_capacity,
-            use_counts=1,
-            use_take_back=0,
-            write_slots=1,
         )
         self._apply = apply_edits.bind(
             self._device,
-            **state,
-            **tables,
-            edits=buffers.edits,
-            counts=buffers.counts,
-            cu_seqlens_q=buffers.cu_seqlens_q,
-            take_back=buffers.take_back,
-            num_records=0,
-            layout_at=-1,
-            take_back_at=-1,
+            {
+                **state,
+                **tables,
+                "edits": buffers.edits,
+                "counts": buffers.counts,
+                "cu_seqlens_q": buffers.cu_seqlens_q,
+                "take_back": buffers.take_back,
+                "num_records": 0,
+                "layout_at": -1,
+                "take_back_at": -1,
+            },
         )
-        self._permute = permute_rows.bind(self._device, **state, **tables, edits=buffers.edits)
+        self._permute = permute_rows.bind(self._device, {**state, **tables, "edits": buffers.edits})
         step_data = {
             "context_lens": buffers.context_lens,
             "seq_lens": buffers.seq_lens,
@@ -77,20 +81,24 @@ class StepLaunches:
         }
         self._fill_slots = fill_slots.bind(
             self._device,
-            **step_data,
-            cu_seqlens_q=buffers.cu_seqlens_q,
-            mapped_begin=buffers.mapped_begin,
-            slot_mapping=arena["slot_mapping"],
-            positions=buffers.positions,
-            num_tokens=0,
-            tile=self._tile,
+            {
+                **step_data,
+                "cu_seqlens_q": buffers.cu_seqlens_q,
+                "mapped_begin": buffers.mapped_begin,
+                "slot_mapping": arena["slot_mapping"],
+                "positions": buffers.positions,
+                "num_tokens": 0,
+                "tile": self._tile,
+            },
         )
         self._fill_carry = fill_carry.bind(
             self._device,
-            **step_data,
-            carry_slots=arena["carry_slots"],
-            num_rows=self._rows,
-            max_step_tokens=config.max_step_tokens,
+            {
+                **step_data,
+                "carry_slots": arena["carry_slots"],
+                "num_rows": self._rows,
+                "max_step_tokens": config.max_step_tokens,
+            },
         )
 
     def step(self, num_tokens: int, longest: int, is_long: bool) -> int:
@@ -118,9 +126,7 @@ class StepLaunches:
         stream = self._device.stream
         self._staging.send([(0, num_words, self._buffers.edits, 0)], stream)
         records = block.num_records
-        self._apply(
-            records + block.has_layout, stream, num_records=records, layout_at=layout_at, take_back_at=take_back_at
-        )
+        self._apply(records + block.has_layout, stream, num_records=records, layout_at=layout_at, take_back_at=take_back_at)
 
     def permute(self, cycles: list[list[int]]) -> None:
         """Move rows along cycles: one copy, one kernel."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from numba_kv.errors import StateError
 
 if TYPE_CHECKING:
-    from numba_kv.ledger.rows import RowLedger
+    from numba_kv.batch.batch import Batch
 
 __all__ = ["Sequence"]
 
@@ -29,10 +29,10 @@ class Sequence:
         Whether it still has a row.
     """
 
-    __slots__ = ("_ledger", "generation", "prompt_tokens", "reused_tokens", "row", "state")
+    __slots__ = ("_batch", "generation", "prompt_tokens", "reused_tokens", "row", "state")
 
-    def __init__(self, ledger: RowLedger, row: int, generation: int, prompt_tokens: int) -> None:
-        self._ledger = ledger
+    def __init__(self, batch: Batch, row: int, generation: int, prompt_tokens: int) -> None:
+        self._batch = batch
         self.row = row
         self.generation = generation
         self.prompt_tokens = prompt_tokens
@@ -50,7 +50,7 @@ class Sequence:
         """
         if self.state != "active":
             raise StateError(f"{self!r} is retired and has no length")
-        return int(self._ledger.hi[self.row])
+        return self._batch.settled_length(self.row)
 
     @property
     def pending_tokens(self) -> int:

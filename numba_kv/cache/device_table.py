@@ -68,19 +68,15 @@ class DeviceTable:
         self._last = device.stream  # wrote last ...
         self._event: Event | None = None  # ... and, if it is not the device's own stream, when
 
-    def send_ranges(self, entries: NDArray[np.int32], ranges: list[tuple[int, int]], stream: object | None) -> None:
+    def send(self, entries: NDArray[np.int32], ranges: list[tuple[int, int]], stream: object | None) -> None:
         """Copy (first, count) ranges of the host's entries to the same places. Stream: enqueues a copy a range."""
-        source, block = entries.reshape(-1), self._acquire()
+        staging, source = self._staging_of_table(), entries.reshape(-1)
+        block = staging.acquire()
         for first, count in ranges:
             block[first : first + count] = source[first : first + count]
-        self._send(ranges, stream)
-
-    def send_entries(
-        self, entries: NDArray[np.int32], indices: NDArray[np.int64], ranges: list[tuple[int, int]], stream: object | None
-    ) -> None:
-        """Copy the host's entries at flat `indices`, whose runs are `ranges`. Stream: enqueues a copy a range."""
-        self._acquire()[indices] = entries.reshape(-1)[indices]
-        self._send(ranges, stream)
+        resolved = self._enter(stream)
+        staging.send([(first, count, self.tensor, first) for first, count in ranges], resolved)
+        self._leave(resolved)
 
     def clear(self, stream: object | None) -> None:
         """Set every entry to -1. Stream: enqueues."""
@@ -101,18 +97,12 @@ class DeviceTable:
                 self._device.stream.wait(self._event)
             self._memory.close(self._device.stream)
 
-    def _acquire(self) -> NDArray[np.int32]:
-        """Return a staging block laid out like the table. Page-locked memory is taken at the first upload, not before."""
+    def _staging_of_table(self) -> Staging:
+        """Return the staging, whose blocks are laid out like the table; made at the first upload, so a lent table has none."""
         if self._staging is None:
             words = self.tensor.size
             self._staging = Staging(self._device, words, max_blocks=min(16, max(2, _STAGING_BYTES // (4 * words))))
-        return self._staging.acquire()
-
-    def _send(self, ranges: list[tuple[int, int]], stream: object | None) -> None:
-        resolved = self._enter(stream)
-        if self._staging is not None:
-            self._staging.send([(first, count, self.tensor, first) for first, count in ranges], resolved)
-        self._leave(resolved)
+        return self._staging
 
     def _enter(self, stream: object | None) -> Stream:
         """Return the stream to write on, behind the last write and behind the allocation."""

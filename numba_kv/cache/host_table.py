@@ -44,8 +44,7 @@ def check_integer(argument: str, value: object, low: int, high: int, hint: str =
     if number is None or isinstance(value, (bool, np.bool_)):
         raise InputError(f"{argument}: {value!r} is not an integer")
     if not low <= number <= high:
-        allowed = f"in {low}..{high}" if low <= high else "possible: there is none"
-        raise InputError(f"{argument}: {number} is not {allowed}{hint}")
+        raise InputError(f"{argument}: {number} is not in {f'{low}..{high}' if low <= high else 'an empty range'}{hint}")
     return number
 
 
@@ -147,13 +146,14 @@ class HostTable:
     def changed_entries(self) -> NDArray[np.int64]:
         """Return the flat indices into `entries` that differ from what was last uploaded, ascending."""
         slots = self.changed_slots()
-        low, lengths = self._low[slots], self._high[slots] - self._low[slots]
+        low = self._low[slots]
+        lengths = self._high[slots] - low
         starts = np.cumsum(lengths) - lengths
         rows = np.repeat(slots, lengths)
         columns = np.arange(rows.size) + np.repeat(low - starts, lengths)
         differs = self._k[rows, columns] != self._uploaded[rows, columns]
         in_k = rows[differs] * (2 * self.stored_width) + columns[differs]
-        return np.sort(np.concatenate((in_k, in_k + self.stored_width)))
+        return np.sort(np.concatenate((in_k, in_k + self.stored_width)), kind="stable")  # merges the two ascending halves
 
     def mark_uploaded(self, slots: NDArray[np.int64]) -> None:
         """Take the entries of `slots` for what the device has."""
@@ -220,7 +220,8 @@ class HostTable:
         wrong = np.flatnonzero((ids < lowest) | (ids >= self.usable_pages))
         if wrong.size:
             at = wrong[0]
-            raise InputError(f"ids: page {ids[at]} at index {at} for slot {slot} is not in {lowest}..{self.usable_pages - 1}")
+            allowed = f"{lowest}..{self.usable_pages - 1}" if self.usable_pages else "a pool without usable pages"
+            raise InputError(f"ids: page {ids[at]} at index {at} for slot {slot} is not in {allowed}")
         live = ids[ids >= 0]
         values, times = np.unique(live, return_counts=True)
         if values.size != live.size:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import index
 from typing import TYPE_CHECKING
 
 from numba_kv.device import Tensor
@@ -77,10 +78,10 @@ class KVCacheManager:
                     offset = place * slab.layer_nbytes
                     self._layers[layer] = Tensor(memory, device, kind, slab.shape[1:], offset_nbytes=offset)
         home = {layer: group for group in plan.groups for layer in group.layers}
-        for index, layer in enumerate(plan.config.layers):
-            owner = index if layer.kv_donor is None else layer.kv_donor
-            self._layers[index] = self._layers[owner]
-            self._storage.append(_storage(home[index], layer.num_kv_heads, layer.head_dim, owner))
+        for place, attention in enumerate(plan.config.layers):
+            owner = place if attention.kv_donor is None else attention.kv_donor
+            self._layers[place] = self._layers[owner]
+            self._storage.append(_storage(home[place], attention.num_kv_heads, attention.head_dim, owner))
 
     @property
     def num_layers(self) -> int:
@@ -109,10 +110,9 @@ class KVCacheManager:
         StateError
             After `close`.
         """
-        self._check(layer)
-        pool = self._layers[layer]
+        pool = self._layers[self._check(layer)]
         if pool is None:
-            raise InputError(f"layer: {layer} has no pool")
+            raise StateError("KVCacheManager is closed")
         return pool
 
     def k(self, layer: int) -> Tensor:
@@ -125,19 +125,24 @@ class KVCacheManager:
 
     def storage(self, layer: int) -> LayerStorage:
         """Return how a layer is stored."""
-        self._check(layer)
-        return self._storage[layer]
+        return self._storage[self._check(layer)]
 
     def close(self) -> None:
         """Forget the pools; their owner gives the memory back."""
         self._closed = True
         self._layers = [None] * len(self._layers)
 
-    def _check(self, layer: int) -> None:
+    def _check(self, layer: int) -> int:
         if self._closed:
             raise StateError("KVCacheManager is closed")
-        if isinstance(layer, bool) or not isinstance(layer, int) or not 0 <= layer < len(self._layers):
-            raise InputError(f"layer: {layer!r} is not an attention layer (0..{len(self._layers) - 1})")
+        try:
+            number = -1 if isinstance(layer, bool) else index(layer)
+        except TypeError:
+            number = -1
+        if not 0 <= number < len(self._layers):
+            known = f"one of the {len(self._layers)} attention layers" if self._layers else "an attention layer; there are none"
+            raise InputError(f"layer: {layer!r} is not {known}")
+        return number
 
     def __repr__(self) -> str:
         return f"KVCacheManager({self.num_layers} layers, {len(self.plan.groups)} groups, {self.nbytes} bytes)"

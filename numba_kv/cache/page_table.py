@@ -45,7 +45,7 @@ class KVPageTable:
     mode : {"dense", "sparse"}
         Dense rows have no hole (checked when they are uploaded); sparse rows (sliding windows) may.
     reserved_pages : int
-        How many of the last ids never appear in the table.
+        How many of the last ids never appear in the table; all of them where a group has no layers.
     tensor : Tensor, optional
         Device memory to use: dense int32 ``[max_batch, 2, L]`` with L >= w; columns from w on stay -1. Borrowed.
         Without it the table owns one with L = w.
@@ -87,7 +87,7 @@ class KVPageTable:
         self._max_batch = check_integer("max_batch", max_batch, 1, INT32_MAX)
         self._width = check_integer("max_pages_per_seq", max_pages_per_seq, 1, INT32_MAX)
         self._num_pages = check_integer("num_pages", num_pages, 1, MAX_POOL_PAGES)
-        usable = self._num_pages - check_integer("reserved_pages", reserved_pages, 0, self._num_pages - 1)
+        usable = self._num_pages - check_integer("reserved_pages", reserved_pages, 0, self._num_pages)
         self._copy = DeviceTable(device, self._max_batch, self._width, tensor)
         stored_width = self._copy.tensor.shape[2]
         self._host = HostTable(self._max_batch, self._width, stored_width, self._num_pages, usable, sparse=mode == "sparse")
@@ -145,7 +145,7 @@ class KVPageTable:
     def host_entries(self) -> NDArray[np.int32]:
         """Both halves on the host, int32 ``[max_batch, 2, L]``: a read-only view that follows later changes."""
         self._check_open()
-        view = self._host.entries.view()
+        view: NDArray[np.int32] = self._host.entries.view()
         view.flags.writeable = False
         return view
 
@@ -250,7 +250,7 @@ class KVPageTable:
         self._check(slots)  # the other rows passed when they were sent, and have not changed
         pitch = 2 * self._host.stored_width
         runs = runs_of(slots)
-        self._copy.send_ranges(self._host.entries, [(first * pitch, count * pitch) for first, count in runs], stream)
+        self._copy.send(self._host.entries, [(first * pitch, count * pitch) for first, count in runs], stream)
         self._host.mark_uploaded(slots)
         self.last_upload_entries, self.last_upload_ranges = slots.size * pitch, len(runs)
         return True
@@ -276,16 +276,19 @@ class KVPageTable:
         slots = self._host.changed_slots()
         if self._mode == "dense":
             self._check(slots)
-        entries = self._host.changed_entries()
         is_first = not self._copy.was_written
+        if not is_first and not slots.size:
+            self.last_upload_entries = self.last_upload_ranges = 0
+            return False
+        entries = self._host.changed_entries()
+        ranges = runs_of(entries)
         if is_first:
             self._copy.clear(stream)
-        ranges = runs_of(entries)
         if ranges:
-            self._copy.send_entries(self._host.entries, entries, ranges, stream)
+            self._copy.send(self._host.entries, ranges, stream)
         self._host.mark_uploaded(slots)
         self.last_upload_entries, self.last_upload_ranges = entries.size, len(ranges)
-        return is_first or bool(ranges)
+        return True
 
     def gather_rows(self, destination: Tensor, slots: Tensor, num_rows: int, stream: object | None = None) -> Tensor:
         """Build the table of an execution batch on the device: row r becomes this table's row ``slots[r]``.

@@ -69,12 +69,14 @@ class RowGather:
                 del self._launches[next(iter(self._launches))]
             launch = gather_rows.bind(
                 self._table.device,
-                destination=destination,
-                table=_flat(self._table),
-                slots=slots,
-                num_slots=self._table.shape[0],
-                row_words=2 * self._table.shape[2],
-                missing=-1,
+                {
+                    "destination": destination,
+                    "table": _flat(self._table),
+                    "slots": slots,
+                    "num_slots": self._table.shape[0],
+                    "row_words": 2 * self._table.shape[2],
+                    "missing": -1,
+                },
             )
             self._launches[key] = launch
         return launch

@@ -75,8 +75,10 @@ class StepBuffers:
             regions = [next((r for r in plan.regions if r.name == f"{name}.{g.index}"), None) for g in plan.groups]
             kind = dtype("int64" if name in ("slot_mapping", "carry_slots") else "int32")
             total = sum(r.nbytes for r in regions if r)
-            memory, at = take(name, max(total, kind.itemsize)), 0
-            self.arena[name] = Tensor(memory, device, kind, (memory.nbytes // kind.itemsize,))
+            if total:  # without a window nothing is carried: an empty arena on somebody else's memory
+                memory = take(name, total)
+            at = 0
+            self.arena[name] = Tensor(memory, device, kind, (total // kind.itemsize,))
             for region in regions:
                 offsets[name].append(at // kind.itemsize)
                 views[name].append(Tensor(memory, device, kind, region.shape, offset_nbytes=at) if region else None)
@@ -117,7 +119,9 @@ def as_words(tensor: Tensor) -> Tensor:
     """Return a dense int64 tensor as int32 words: what a memset of -1 needs."""
     from numba_kv.device import Tensor
 
-    return Tensor(tensor._memory, tensor.device, dtype("int32"), (2 * tensor.size,), offset_nbytes=tensor.address - tensor._memory.address)
+    return Tensor(
+        tensor._memory, tensor.device, dtype("int32"), (2 * tensor.size,), offset_nbytes=tensor.address - tensor._memory.address
+    )
 
 
 def _describe(group: GroupPlan, offsets: dict[str, int]) -> list[int]:

@@ -16,11 +16,11 @@ __all__ = ["cache_folder", "read_product", "write_product"]
 def cache_folder(key: str) -> Path | None:
     """Return the (existing, writable) folder for products of `key`, or None where there can be none."""
     root = os.environ.get("NUMBA_KV_CACHE_DIR")
-    base = Path(root) if root else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "numba_kv"
-    folder = base / key
     try:
+        base = Path(root) if root else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "numba_kv"
+        folder = base / key
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError:
+    except (OSError, RuntimeError):  # RuntimeError: there is no home
         return None
     return folder if os.access(folder, os.W_OK) else None
 
@@ -37,17 +37,25 @@ def read_product(key: str, name: str) -> bytes | None:
 
 
 def write_product(key: str, name: str, content: bytes) -> Path | None:
-    """Store a product in one step and return its path; None where nothing can be stored."""
+    """Store a product in one step and return its path; None where nothing can be stored.
+
+    A product that is there already with the same bytes stays as it is: what other tools derived from it stays valid.
+    """
     folder = cache_folder(key)
     if folder is None:
         return None
+    path = folder / name
+    if read_product(key, name) == content:
+        return path
+    temporary = None
     try:
         handle, temporary = tempfile.mkstemp(dir=folder)
         with os.fdopen(handle, "wb") as file:
             file.write(content)
-        os.replace(temporary, folder / name)
+        os.replace(temporary, path)
     except OSError:
-        with contextlib.suppress(OSError, UnboundLocalError):
-            os.unlink(temporary)
+        if temporary is not None:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
         return None
-    return folder / name
+    return path

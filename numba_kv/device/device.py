@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from abc import ABC, abstractmethod
+from operator import index
 from typing import TYPE_CHECKING, Any
 
 from numba_kv.device.memory import Memory, MemoryStats, host_memory, pinned_memory
@@ -11,7 +12,7 @@ from numba_kv.device.stream import CudaStream, HostStream, Stream, stream_handle
 from numba_kv.device.target import resolve_target
 from numba_kv.device.tensor import Tensor
 from numba_kv.dtypes import DType
-from numba_kv.errors import CapacityError, DeviceError, InputError
+from numba_kv.errors import CapacityError, DeviceError, InputError, InteropError, ShapeError
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -74,8 +75,8 @@ class Device(ABC):
         """Copy device bytes to host memory. Stream: waits."""
 
     @abstractmethod
-    def fill(self, tensor: Tensor, value: int, stream: Stream) -> None:
-        """Set every element of a dense tensor of 1-, 2- or 4-byte elements. Stream: enqueues."""
+    def _fill_bits(self, tensor: Tensor, pattern: int, stream: Stream) -> None:
+        """Set every element to the bits of the unsigned integer `pattern`. Stream: enqueues."""
 
     @abstractmethod
     def order_consumer(self, stream: object | None) -> None:
@@ -85,11 +86,38 @@ class Device(ABC):
         """Make the device the calling thread's current one."""
 
     def tensor(self, shape: tuple[int, ...], dtype: DType) -> Tensor:
-        """Return a zeroed tensor with memory of its own."""
+        """Return a zeroed tensor with memory of its own.
+
+        Raises
+        ------
+        ShapeError
+            If an extent is negative.
+        CapacityError
+            If the device has not enough memory.
+        """
         size = dtype.itemsize
         for extent in shape:
+            if extent < 0:
+                raise ShapeError(f"shape: {shape} has a negative extent")
             size *= extent
         return Tensor(self.allocate(max(1, size)), self, dtype, shape)
+
+    def fill(self, tensor: Tensor, value: int, stream: Stream) -> None:
+        """Set every element of a dense tensor of 1-, 2- or 4-byte elements to the bits of the integer `value`.
+
+        Raises
+        ------
+        InputError
+            If the tensor is not dense or its elements are larger.
+
+        Stream: enqueues.
+        """
+        tensor.check_open()
+        size = tensor.dtype.itemsize
+        if not tensor.is_contiguous or size > 4:
+            raise InputError("fill: a dense tensor of at most 4-byte elements is wanted")
+        if tensor.size:
+            self._fill_bits(tensor, value & ((1 << (8 * size)) - 1), stream)
 
     def download(self, tensor: Tensor, stream: Stream | None = None) -> NDArray[Any]:
         """Return a copy of `tensor` in host memory. Stream: waits for `stream`."""
@@ -98,26 +126,39 @@ class Device(ABC):
         stream = stream or self.stream
         if not tensor.size:
             return np.empty(tensor.shape, tensor.dtype.numpy())
-        size = tensor.dtype.itemsize
-        low = sum(min(0, (n - 1) * s) for n, s in zip(tensor.shape, tensor.strides, strict=True))
-        high = sum(max(0, (n - 1) * s) for n, s in zip(tensor.shape, tensor.strides, strict=True)) + 1
-        raw = np.empty((high - low) * size, np.uint8)
-        self.copy_to_host(raw.ctypes.data, tensor.address + low * size, raw.nbytes, stream)
-        strides = tuple(s * size for s in tensor.strides)
-        view = np.ndarray(tensor.shape, tensor.dtype.numpy(), raw.data, -low * size, strides)
+        view, _, _ = self._span(tensor, stream)
         return np.ascontiguousarray(view).reshape(tensor.shape)
 
     def upload(self, tensor: Tensor, values: NDArray[Any], stream: Stream | None = None) -> None:
-        """Copy host values into a dense tensor. Stream: enqueues and waits."""
+        """Copy host values of the same shape and type into a tensor. Stream: enqueues and waits.
+
+        Cost: one copy; a strided tensor's span is read, changed and written back.
+        """
         import numpy as np
 
-        if not tensor.is_contiguous:
-            raise InputError("upload: the tensor is not dense")
         stream = stream or self.stream
-        dense = np.ascontiguousarray(values)
-        if dense.nbytes:
-            self.copy_to_device(tensor.address, dense.ctypes.data, dense.nbytes, stream)
-            stream.synchronize()
+        if not tensor.size:
+            return
+        if tensor.is_contiguous:
+            source, address = np.ascontiguousarray(values), tensor.address
+        else:
+            view, source, address = self._span(tensor, stream)
+            view[...] = values
+        self.copy_to_device(address, source.ctypes.data, source.nbytes, stream)
+        stream.synchronize()
+
+    def _span(self, tensor: Tensor, stream: Stream) -> tuple[NDArray[Any], NDArray[Any], int]:
+        """Return a tensor's elements as a view of a host copy of the bytes from its first to its last, and their address."""
+        import numpy as np
+
+        size = tensor.dtype.itemsize
+        low, high = tensor.reach
+        raw = np.empty((high - low) * size, np.uint8)
+        address = tensor.address + low * size
+        self.copy_to_host(raw.ctypes.data, address, raw.nbytes, stream)
+        strides = tuple(s * size for s in tensor.strides)
+        view: NDArray[Any] = np.ndarray(tensor.shape, tensor.dtype.numpy(), raw.data, -low * size, strides)
+        return view, raw, address
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.target!r}, {self.ordinal})"
@@ -156,9 +197,9 @@ class HostDevice(Device):
         """Copy bytes."""
         ctypes.memmove(destination, source, nbytes)
 
-    def fill(self, tensor: Tensor, value: int, stream: Stream) -> None:
+    def _fill_bits(self, tensor: Tensor, pattern: int, stream: Stream) -> None:
         """Set every element."""
-        tensor.numpy().fill(value)
+        tensor.numpy().view(f"uint{8 * tensor.dtype.itemsize}").fill(pattern)
 
     def order_consumer(self, stream: object | None) -> None:
         """Return at once: nothing is ever pending."""
@@ -197,7 +238,9 @@ class CudaDevice(Device):
         except CUDAError as error:
             free = int(check_driver(driver.cuMemGetInfo(), "memory query")[0])
             raise CapacityError(
-                f"device memory: {nbytes} bytes are wanted, {free} free on device {self.ordinal} ({error})", needed=nbytes, free=free
+                f"device memory: {nbytes} bytes are wanted, {free} free on device {self.ordinal} ({error})",
+                needed=nbytes,
+                free=free,
             ) from error
         memory = Memory(int(buffer.handle), nbytes, None, buffer, self.memory)
         stream = self.stream.driver_stream  # type: ignore[attr-defined]
@@ -220,7 +263,9 @@ class CudaDevice(Device):
             return CudaStream(stream, owns=False, owner=stream)
         handle = stream_handle(stream)
         if handle == 0:
-            raise InputError("stream: 0 is the legacy default stream, which orders nothing with other streams; pass a stream or None")
+            raise InputError(
+                "stream: 0 is the legacy default stream, which orders nothing with other streams; pass a stream or None"
+            )
         return CudaStream(NativeStream.from_handle(handle), owns=False, owner=stream)
 
     def copy_to_device(self, destination: int, source: int, nbytes: int, stream: Stream) -> None:
@@ -237,24 +282,19 @@ class CudaDevice(Device):
         check_driver(driver.cuMemcpyDtoHAsync(destination, source, nbytes, stream.driver_stream), "copy to the host")  # type: ignore[attr-defined]
         stream.synchronize()
 
-    def fill(self, tensor: Tensor, value: int, stream: Stream) -> None:
-        """Enqueue a memset of a dense tensor."""
+    def _fill_bits(self, tensor: Tensor, pattern: int, stream: Stream) -> None:
+        """Enqueue a memset."""
         from cuda.bindings import driver
 
-        if not tensor.is_contiguous or tensor.dtype.itemsize > 4:
-            raise InputError("fill: a dense tensor of at most 4-byte elements is wanted")
-        size = tensor.dtype.itemsize
-        call = {1: driver.cuMemsetD8Async, 2: driver.cuMemsetD16Async, 4: driver.cuMemsetD32Async}[size]
-        pattern = value & ((1 << (8 * size)) - 1)
-        if tensor.size:
-            check_driver(call(tensor.address, pattern, tensor.size, stream.driver_stream), "fill")  # type: ignore[attr-defined]
+        calls = {1: driver.cuMemsetD8Async, 2: driver.cuMemsetD16Async, 4: driver.cuMemsetD32Async}
+        call = calls[tensor.dtype.itemsize]
+        check_driver(call(tensor.address, pattern, tensor.size, stream.driver_stream), "fill")  # type: ignore[attr-defined]
 
     def order_consumer(self, stream: object | None) -> None:
         """Make a consumer's stream wait: DLPack numbers 1 and 2 are the default streams, -1 asks for no order."""
         if stream == -1:
             return
-        from cuda.core import LEGACY_DEFAULT_STREAM, PER_THREAD_DEFAULT_STREAM
-        from cuda.core import Stream as NativeStream
+        from cuda.core import LEGACY_DEFAULT_STREAM, PER_THREAD_DEFAULT_STREAM, Stream as NativeStream
 
         if stream is None or stream == 1:
             consumer = LEGACY_DEFAULT_STREAM
@@ -262,6 +302,10 @@ class CudaDevice(Device):
             consumer = PER_THREAD_DEFAULT_STREAM
         else:
             handle = stream_handle(stream)
+            if handle == 0:
+                raise InteropError(
+                    "stream: DLPack gives 0 no meaning on CUDA; 1 is the legacy default stream, 2 the per-thread one"
+                )
             if handle == self.stream.handle:
                 return
             consumer = NativeStream.from_handle(handle)
@@ -279,8 +323,13 @@ def create_device(target: str | None = None, ordinal: int = 0, stream: object | 
         If the device does not exist, or the stream is not one of the target's.
     """
     name = resolve_target(target)
-    if isinstance(ordinal, bool) or not isinstance(ordinal, int) or ordinal < 0:
+    try:
+        number = -1 if isinstance(ordinal, bool) else index(ordinal)
+    except TypeError:
+        number = -1
+    if number < 0:
         raise InputError(f"device: {ordinal!r} is not a device number")
+    ordinal = number
     if name == "cuda":
         from cuda.bindings import driver
 

@@ -6,6 +6,8 @@ Knows how a target gives and takes memory. Does not know what is stored in it.
 from __future__ import annotations
 
 import mmap
+import platform
+import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +21,17 @@ __all__ = ["Memory", "MemoryStats", "host_memory", "pinned_memory"]
 
 #: From this size on host pools are mapped lazily and without reserving swap.
 _LAZY_FROM = 1 << 20
+
+
+def _no_reserve() -> int | None:
+    """Return the flag that maps memory without reserving swap for it; Python names it from 3.13 on."""
+    if hasattr(mmap, "MAP_NORESERVE"):
+        return int(mmap.MAP_NORESERVE)
+    known = sys.platform == "linux" and platform.machine() in ("x86_64", "aarch64")
+    return 0x4000 if known else None
+
+
+_NO_RESERVE = _no_reserve()
 
 
 @dataclass
@@ -60,7 +73,8 @@ class Memory:
     address, nbytes : int
         First byte and size.
     array : uint8 array or None
-        The bytes, where the host can reach them.
+        The bytes, where the host can reach them. Pages of a closed block go back when the last array of them does, so
+        that one which another library still holds stays readable.
     """
 
     def __init__(self, address: int, nbytes: int, array: NDArray[np.uint8] | None, native: Any, stats: MemoryStats) -> None:
@@ -78,17 +92,24 @@ class Memory:
             return
         self.is_closed = True
         self._stats.gave(self.nbytes)
-        native, self._native, self.array = self._native, None, None
-        if native is not None and stream is not None:
-            native.close(stream.native)
+        native, self._native = self._native, None
+        if native is not None:
+            self.array = None
+            if stream is not None:
+                native.close(stream.native)
+
+    def __del__(self) -> None:
+        if not getattr(self, "is_closed", True):  # nobody closed it: its bytes go back with it
+            self.is_closed = True
+            self._stats.gave(self.nbytes)
 
 
 def host_memory(nbytes: int, stats: MemoryStats) -> Memory:
     """Return zeroed host memory, committed only when it is touched, aligned to 256 bytes."""
     import numpy as np
 
-    if nbytes >= _LAZY_FROM and hasattr(mmap, "MAP_NORESERVE"):
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_NORESERVE
+    if nbytes >= _LAZY_FROM and _NO_RESERVE is not None:
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE
         try:
             raw = np.frombuffer(mmap.mmap(-1, nbytes, flags=flags), np.uint8)
         except (OSError, ValueError, OverflowError) as error:
@@ -96,7 +117,7 @@ def host_memory(nbytes: int, stats: MemoryStats) -> Memory:
     else:
         try:
             raw = np.zeros(nbytes + 256, np.uint8)
-        except MemoryError as error:
+        except (MemoryError, ValueError) as error:
             raise CapacityError(f"host memory: {nbytes} bytes cannot be allocated", needed=nbytes, free=0) from error
         skip = -raw.ctypes.data % 256
         raw = raw[skip : skip + nbytes]
@@ -112,5 +133,5 @@ def pinned_memory(nbytes: int, stream: Any, stats: MemoryStats) -> Memory:
 
     buffer = LegacyPinnedMemoryResource().allocate(nbytes, stream=stream.native)
     address = int(buffer.handle)
-    array = np.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), np.uint8)
+    array = np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address))
     return Memory(address, nbytes, array, buffer, stats)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from numba_kv.errors import InputError, InvariantError
+from numba_kv.dtypes import dtype
+from numba_kv.errors import InputError, InvariantError, ShapeError, StateError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from numba_kv.device.tensor import Tensor
 
 __all__ = ["Staging"]
+
+_INT32 = dtype("int32")
 
 
 class _Block:
@@ -43,6 +46,8 @@ class Staging:
     """
 
     def __init__(self, device: Device, num_words: int, max_blocks: int = 16) -> None:
+        if num_words < 0 or max_blocks < 1:
+            raise InputError(f"staging: {max_blocks} blocks of {num_words} words; at least 1 block of 0 words is wanted")
         self._device = device
         self._num_words = num_words
         self._max_blocks = max_blocks
@@ -58,15 +63,18 @@ class Staging:
     def acquire(self) -> NDArray[np.int32]:
         """Return a block to write: int32 [num_words], until the next `send`.
 
+        Raises
+        ------
+        StateError
+            After `close`.
+
         Stream: host only, unless `max_blocks` copies are in flight; then it waits for the oldest.
         """
-        block = self._blocks[self._next]
+        block = self._current()
         if block.event is not None and not block.event.is_done:
             if len(self._blocks) < self._max_blocks:
-                self._grow()
-                block = self._blocks[self._next]
-            else:
-                block.event.synchronize()
+                return self._grow().words
+            block.event.synchronize()
         return block.words
 
     def send(self, parts: list[tuple[int, int, Tensor, int]], stream: Stream) -> None:
@@ -78,28 +86,46 @@ class Staging:
             Ranges; the destinations are dense int32 tensors.
         stream : Stream
             Enqueues the copies and an event on it.
+
+        Raises
+        ------
+        InputError, ShapeError
+            If a range or a destination does not fit; nothing is copied then.
+        StateError
+            After `close`.
         """
-        block = self._blocks[self._next]
-        base = block.memory.address
+        block = self._current()
         for first, count, destination, at in parts:
             if first < 0 or count < 0 or first + count > self._num_words or at < 0 or at + count > destination.size:
                 raise InputError(f"staging: words {first}..{first + count} to {at} do not fit the block or the destination")
+            if destination.dtype is not _INT32 or not destination.is_contiguous:
+                raise ShapeError(f"staging: {destination!r} is not a dense int32 tensor")
+        base = block.memory.address
+        for first, count, destination, at in parts:
             if count:
                 self._device.copy_to_device(destination.address + 4 * at, base + 4 * first, 4 * count, stream)
         block.event = stream.record()
         self._next = (self._next + 1) % len(self._blocks)
 
     def close(self) -> None:
-        """Wait for copies in flight and give the blocks back."""
+        """Wait for copies in flight and give the blocks back; a second call does nothing."""
         for block in self._blocks:
             if block.event is not None:
                 block.event.synchronize()
             block.memory.close(self._device.stream)
         self._blocks = []
 
-    def _grow(self) -> None:
+    def _current(self) -> _Block:
+        if not self._blocks:
+            raise StateError("staging is closed")
+        return self._blocks[self._next]
+
+    def _grow(self) -> _Block:
+        """Put a new block before the one that is next, which is the oldest in flight."""
         memory = self._device.allocate_staging(4 * max(1, self._num_words))
         if memory.array is None:
             raise InvariantError("staging memory is not host memory")
         words = memory.array.view("int32")[: self._num_words]
-        self._blocks.insert(self._next, _Block(memory, words))
+        block = _Block(memory, words)
+        self._blocks.insert(self._next, block)
+        return block

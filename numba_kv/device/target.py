@@ -19,7 +19,10 @@ TARGETS = ("cuda", "cpu", "sim")
 
 def simulator_is_on() -> bool:
     """Return whether Numba's CUDA simulator is switched on for this process."""
-    return os.environ.get("NUMBA_ENABLE_CUDASIM", "0").strip().lower() not in ("", "0", "false")
+    try:  # as Numba reads it: what is not a number switches nothing on
+        return int(os.environ.get("NUMBA_ENABLE_CUDASIM", "0")) != 0
+    except ValueError:
+        return False
 
 
 @lru_cache(maxsize=1)

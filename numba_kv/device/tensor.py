@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from operator import index as as_integer
 from typing import TYPE_CHECKING, Any
 
 from numba_kv.device.dlpack import device_of, to_capsule
@@ -62,8 +64,8 @@ class Tensor:
         self.shape = tuple(shape)
         self.strides = _contiguous(self.shape) if strides is None else strides
         self.address = memory.address + offset_nbytes
-        reach = sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True)) + 1 if self.size else 0
-        if offset_nbytes < 0 or offset_nbytes + reach * dtype.itemsize > memory.nbytes:
+        low, high = self.reach
+        if offset_nbytes + low * dtype.itemsize < 0 or offset_nbytes + high * dtype.itemsize > memory.nbytes:
             raise ShapeError(f"shape: {shape} of {dtype} at byte {offset_nbytes} does not fit {memory.nbytes} bytes")
 
     @property
@@ -91,10 +93,21 @@ class Tensor:
             n == 1 or s == c for n, s, c in zip(self.shape, self.strides, _contiguous(self.shape), strict=True)
         )
 
+    @property
+    def reach(self) -> tuple[int, int]:
+        """Half-open range of elements that the tensor touches, counted from its first one."""
+        if not self.size:
+            return 0, 0
+        ends = [(n - 1) * s for n, s in zip(self.shape, self.strides, strict=True)]
+        return sum(e for e in ends if e < 0), sum(e for e in ends if e > 0) + 1
+
     def __len__(self) -> int:
         if not self.shape:
             raise InputError("len() of a tensor without axes")
         return self.shape[0]
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return (self[place] for place in range(len(self)))
 
     def __repr__(self) -> str:
         return f"Tensor({self.dtype}, {list(self.shape)}, {self.device.target})"
@@ -107,7 +120,7 @@ class Tensor:
         InputError
             If an index is out of range or neither an integer nor a slice.
         """
-        self._check_open()
+        self.check_open()
         parts = index if isinstance(index, tuple) else (index,)
         if len(parts) > self.ndim:
             raise InputError(f"index: {len(parts)} indices for {self.ndim} axes")
@@ -115,15 +128,18 @@ class Tensor:
         for axis, part in enumerate(parts):
             extent, step = self.shape[axis], self.strides[axis]
             if isinstance(part, slice):
-                start, _, jump = part.indices(extent)
-                count = len(range(*part.indices(extent)))
+                try:
+                    start, stop, jump = part.indices(extent)
+                except (TypeError, ValueError) as error:
+                    raise InputError(f"index: {part!r} on axis {axis}: {error}") from None
+                count = len(range(start, stop, jump))
                 offset += start * step if count else 0
                 shape.append(count)
                 strides.append(step * jump)
                 continue
             try:
-                place = part.__index__()  # type: ignore[attr-defined]
-            except AttributeError:
+                place = as_integer(part)
+            except TypeError:
                 raise InputError(f"index: {part!r} on axis {axis} is neither an integer nor a slice") from None
             if not -extent <= place < extent:
                 raise InputError(f"index: {place} on axis {axis} is not in {-extent}..{extent - 1}")
@@ -144,7 +160,7 @@ class Tensor:
         InteropError
             On `cuda`: use `to_host`.
         """
-        self._check_open()
+        self.check_open()
         if self._memory.array is None:
             raise InteropError("numpy(): the tensor is in device memory; to_host() copies it")
         import numpy as np
@@ -153,14 +169,16 @@ class Tensor:
         start = self.address - self._memory.address
         if not self.size:
             return np.empty(self.shape, kind)
-        return np.ndarray(self.shape, kind, self._memory.array.data, start, tuple(s * size for s in self.strides))
+        strides = tuple(s * size for s in self.strides)
+        shared: NDArray[Any] = np.ndarray(self.shape, kind, self._memory.array.data, start, strides)
+        return shared
 
     def to_host(self, stream: Stream | None = None) -> NDArray[Any]:
         """Return a copy as a NumPy array.
 
         Stream: waits for the work enqueued so far on `stream` (default: the device's own).
         """
-        self._check_open()
+        self.check_open()
         return self.device.download(self, stream)
 
     def fill_from(self, values: NDArray[Any], stream: Stream | None = None) -> None:
@@ -173,7 +191,7 @@ class Tensor:
 
         Stream: enqueues on `stream` and waits. For tests and set-up, not for steps.
         """
-        self._check_open()
+        self.check_open()
         if values.shape != self.shape or values.dtype != self.dtype.numpy():
             raise ShapeError(f"values: {values.dtype} {values.shape} given, {self.dtype} {self.shape} wanted")
         self.device.upload(self, values, stream)
@@ -185,18 +203,25 @@ class Tensor:
             raise AttributeError("__array_interface__ is for host memory")
         return self.numpy().view(self._storage_numpy()).__array_interface__
 
+    def __array__(self, dtype: np.dtype[Any] | None = None, copy: bool | None = None) -> NDArray[Any]:
+        """Return the elements as a NumPy array (host targets; a clear refusal on `cuda`, where NumPy would take a list)."""
+        import numpy as np
+
+        return np.array(self.numpy(), dtype, copy=copy)
+
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
         """CUDA array protocol version 3, on `cuda`. bfloat16 and float8 appear as unsigned integers of their size."""
         if self.device.target != "cuda":
             raise AttributeError("__cuda_array_interface__ is for device memory")
-        self._check_open()
+        self.check_open()
         itemsize = self.dtype.itemsize
         return {
             "shape": self.shape,
             "typestr": self._storage_numpy().str,
             "data": (self.address if self.size else 0, False),
             "strides": None if self.is_contiguous else tuple(s * itemsize for s in self.strides),
+            "stream": self.device.stream.handle,
             "version": 3,
         }
 
@@ -209,7 +234,7 @@ class Tensor:
 
         Stream: on `cuda` the consumer's `stream` is made to wait for the device's own stream (-1: it is not).
         """
-        self._check_open()
+        self.check_open()
         if copy:
             raise InteropError("copy: True is not possible; a tensor is exchanged without a copy")
         if dl_device is not None and tuple(dl_device) != device_of(self):
@@ -222,6 +247,7 @@ class Tensor:
 
         return np.dtype(self.dtype.storage_name) if self.dtype.is_extension else self.dtype.numpy()
 
-    def _check_open(self) -> None:
+    def check_open(self) -> None:
+        """Raise StateError if the memory has been given back."""
         if self._memory.is_closed:
             raise StateError("the tensor's memory has been given back; SharedResources was closed")

@@ -13,33 +13,37 @@ arguments once; a launch is then one call that passes nothing but the parameter 
 
     word    0      1 ..............................
             items  address, extents | value | ...          in the order of declaration
+
+Kernels and routines are functions of a module: what they name is found there.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 from numba_kv.device.device import CudaDevice, Device
-from numba_kv.errors import InputError
+from numba_kv.errors import InputError, InvariantError
 from numba_kv.kernels.spec import Argument
 
 if TYPE_CHECKING:
     from numba_kv.device.stream import Stream
+    from numba_kv.device.tensor import Tensor
 
 __all__ = ["Kernel", "Launch", "Routine", "all_kernels", "kernel", "routine", "specialise"]
 
 #: Items below this are one block of the thread form; more are split.
 _THREADS = 128
+_MAX_THREADS = 1024
 _REGISTRY: dict[str, Kernel] = {}
 
 
 class Routine:
     """A function that kernels call; compiled into them for each target, an ordinary function in the simulator."""
 
-    def __init__(self, function: Callable[..., Any]) -> None:
+    def __init__(self, function: FunctionType) -> None:
         self.function = function
 
     def __call__(self, *arguments: Any) -> Any:
@@ -48,18 +52,39 @@ class Routine:
 
 
 def routine(function: Callable[..., Any]) -> Routine:
-    """Declare a function that kernels call."""
-    return Routine(function)
+    """Declare a function that kernels call.
+
+    Raises
+    ------
+    InputError
+        If it closes over variables of another function.
+    """
+    return Routine(_module_function(function))
 
 
-def specialise(function: Callable[..., Any], compile_routine: Callable[[Any], Any]) -> FunctionType:
+def specialise(function: FunctionType, compile_routine: Callable[[Any], Any]) -> FunctionType:
     """Return `function` with every routine that it names compiled by `compile_routine`."""
     scope = dict(function.__globals__)
-    for name in function.__code__.co_names:
-        value = scope.get(name)
-        if isinstance(value, Routine):
-            scope[name] = compile_routine(specialise(value.function, compile_routine))
+    for name, found in _routines_of(function):
+        scope[name] = compile_routine(specialise(found.function, compile_routine))
     return FunctionType(function.__code__, scope, function.__name__, function.__defaults__)
+
+
+def _routines_of(function: FunctionType) -> Iterator[tuple[str, Routine]]:
+    for name in function.__code__.co_names:
+        value = function.__globals__.get(name)
+        if isinstance(value, Routine):
+            yield name, value
+
+
+def _module_function(function: Callable[..., Any]) -> FunctionType:
+    """Return `function` if it closes over no variables: a compiled kernel is cached by its source, which does not hold them."""
+    if not isinstance(function, FunctionType):
+        raise InputError(f"kernel: {function!r} is not a Python function")
+    if function.__code__.co_freevars:
+        names = ", ".join(function.__code__.co_freevars)
+        raise InputError(f"kernel {function.__name__}: it closes over {names}; define it, and what it names, in a module")
+    return function
 
 
 class Kernel:
@@ -67,10 +92,10 @@ class Kernel:
 
     Attributes
     ----------
+    function : function
+        The work of one item.
     name : str
         Its function's name.
-    function : callable
-        The work of one item.
     arguments : dict of str to Argument
         Declarations in order.
     block_form : bool
@@ -78,31 +103,45 @@ class Kernel:
     """
 
     def __init__(self, function: Callable[..., None], arguments: dict[str, Argument], block_form: bool) -> None:
-        self.name = function.__name__
-        self.function = function
+        self.function = _module_function(function)
+        self.name = self.function.__name__
         self.arguments = arguments
         self.block_form = block_form
         leading = ["item", "lane", "lanes"] if block_form else ["item"]
         names = list(inspect.signature(function).parameters)
         if names[len(leading) :] != list(arguments):
-            raise InputError(f"kernel {self.name}: parameters {names[len(leading) :]} and declarations {list(arguments)} differ")
+            raise InputError(
+                f"kernel {self.name}: parameters {names[len(leading) :]} and declarations {list(arguments)} differ"
+            )
 
     @property
     def num_words(self) -> int:
         """64-bit words of the parameter block, the item count included."""
         return 1 + sum(a.words for a in self.arguments.values())
 
-    def bind(self, device: Device, *, threads: int | None = None, **values: Any) -> Launch:
+    @property
+    def functions(self) -> tuple[FunctionType, ...]:
+        """Its function and the routines that it calls, directly or not."""
+        found: list[FunctionType] = []
+        pending = [self.function]
+        while pending:
+            function = pending.pop(0)
+            if function not in found:
+                found.append(function)
+                pending += (called.function for _, called in _routines_of(function))
+        return tuple(found)
+
+    def bind(self, device: Device, values: Mapping[str, Tensor | int], *, threads: int | None = None) -> Launch:
         """Compile for `device` and pack the arguments.
 
         Parameters
         ----------
         device : Device
             Where it will run.
-        threads : int, optional
-            Threads of a block.
-        **values : Tensor or int
+        values : mapping of str to Tensor or int
             One for each declared argument.
+        threads : int, optional
+            Threads of a block on `cuda`; default 128, of the block form 256.
 
         Raises
         ------
@@ -111,14 +150,18 @@ class Kernel:
 
         Cost: compiles on first use (seconds; cached on disk). Enqueues nothing.
         """
-        if set(values) != set(self.arguments):
-            missing, extra = set(self.arguments) - set(values), set(values) - set(self.arguments)
+        missing, extra = set(self.arguments) - set(values), set(values) - set(self.arguments)
+        if missing or extra:
             raise InputError(f"kernel {self.name}: missing {sorted(missing)}, unknown {sorted(extra)}")
+        if threads is None:
+            threads = 256 if self.block_form else _THREADS
+        elif not 1 <= threads <= _MAX_THREADS:
+            raise InputError(f"threads: {threads} is not in 1..{_MAX_THREADS}")
         for name, value in values.items():
             owner = getattr(value, "device", None)
             if owner is not None and owner is not device:
                 raise InputError(f"{name}: the tensor is on another device object than the launch")
-        return Launch(self, device, values, threads or (256 if self.block_form else _THREADS))
+        return Launch(self, device, values, threads)
 
     def __repr__(self) -> str:
         return f"Kernel({self.name})"
@@ -127,19 +170,21 @@ class Kernel:
 class Launch:
     """A kernel bound to its arguments. Keeps every tensor it was bound to alive."""
 
-    def __init__(self, kernel: Kernel, device: Device, values: dict[str, Any], threads: int) -> None:
+    def __init__(self, kernel: Kernel, device: Device, values: Mapping[str, Tensor | int], threads: int) -> None:
         import numpy as np
 
         self.kernel = kernel
         self.device = device
         self.threads = threads
-        self._values = values
-        words, self._places = [0], {}
+        self.values: dict[str, Any] = dict(values)
+        words: list[int] = [0]
+        self._places: dict[str, int] = {}
         for name, argument in kernel.arguments.items():
             if argument.dtype is None:
                 self._places[name] = len(words)
             words += argument.pack(name, values[name])
         self.block = np.array(words, np.int64)
+        self._words = self.block.data  # takes integers alone, and faster than the array does
         self._run = _runner(self)
 
     def __call__(self, items: int, stream: Stream, **scalars: int) -> None:
@@ -153,11 +198,35 @@ class Launch:
             Enqueues one kernel.
         **scalars : int
             Values of scalar arguments that differ from the bound ones; they stay.
+
+        Raises
+        ------
+        InputError
+            If a scalar is unknown or no 64-bit integer, or `items` is negative; nothing runs and nothing is changed.
         """
-        for name, value in scalars.items():
-            self.block[self._places[name]] = value
-        if items > 0:
+        if items < 0:
+            raise InputError(f"kernel {self.kernel.name}: {items} items")
+        words, places = self._words, self._places
+        before = words.tobytes() if scalars else b""
+        try:
+            for name, value in scalars.items():
+                words[places[name]] = value
+        except (KeyError, TypeError, ValueError):
+            words.cast("B")[:] = before
+            raise self._refusal(scalars) from None
+        if items:
             self._run(items, stream)
+
+    def _refusal(self, scalars: dict[str, int]) -> InputError:
+        """Return the error of the first scalar that cannot be set."""
+        for name, value in scalars.items():
+            if name not in self._places:
+                return InputError(f"kernel {self.kernel.name}: {name!r} is not one of its scalars {sorted(self._places)}")
+            try:
+                self.kernel.arguments[name].pack(name, value)
+            except InputError as error:
+                return error
+        raise InvariantError(f"kernel {self.kernel.name}: scalars {scalars} were refused without a reason")
 
 
 def _runner(launch: Launch) -> Callable[[int, Stream], None]:
@@ -180,14 +249,15 @@ def kernel(*, block_form: bool = False, **arguments: Argument) -> Callable[[Call
 
     def decorate(function: Callable[..., None]) -> Kernel:
         made = Kernel(function, arguments, block_form)
-        _REGISTRY[made.name] = made
+        if function.__module__.startswith(f"{__package__}."):
+            _REGISTRY[made.name] = made
         return made
 
     return decorate
 
 
 def all_kernels() -> dict[str, Kernel]:
-    """Return every kernel of the package by name (imports them)."""
+    """Return every kernel of the package by name (imports them); kernels of other modules are not among them."""
     import importlib
     import pkgutil
 

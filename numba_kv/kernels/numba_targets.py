@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,7 +28,7 @@ def _load_cuda() -> Any:
     return module
 
 
-@lru_cache(maxsize=None)
+@cache
 def array_from_address(kind: str, ndim: int, on_gpu: bool) -> Any:
     """Return an intrinsic `(address, extents) -> dense array` of element type `kind`."""
     if on_gpu:
@@ -45,17 +45,20 @@ def array_from_address(kind: str, ndim: int, on_gpu: bool) -> Any:
     word = ir.IntType(64)
 
     @intrinsic
-    def array_at(typingctx, address, extents):  # type: ignore[no-untyped-def]  # numba: ignore
-        def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+    def array_at(typingctx, address, extents):
+        def codegen(context, builder, signature, arguments):
             address_value, extent_values = arguments
             element = context.get_data_type(array_type.dtype)
             if on_gpu:  # through the global address space, so that accesses are ld.global and st.global
-                pointer = builder.addrspacecast(builder.inttoptr(address_value, ir.PointerType(element, 1)), ir.PointerType(element))
+                pointer = builder.addrspacecast(
+                    builder.inttoptr(address_value, ir.PointerType(element, 1)), ir.PointerType(element)
+                )
             else:
                 pointer = builder.inttoptr(address_value, ir.PointerType(element))
             itemsize = ir.Constant(word, context.get_abi_sizeof(element))
             shape = [builder.extract_value(extent_values, axis) for axis in range(ndim)]
-            strides, step = [], itemsize
+            strides: list[Any] = []
+            step = itemsize
             for extent in reversed(shape):
                 strides.insert(0, step)
                 step = builder.mul(step, extent)

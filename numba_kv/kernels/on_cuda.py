@@ -13,15 +13,15 @@ from numba_kv.device.module import Function, ptx_to_cubin
 from numba_kv.errors import InvariantError
 from numba_kv.kernels.jit import specialise
 from numba_kv.kernels.numba_targets import array_from_address, compile_to_ptx, cuda_device_function
-from numba_kv.kernels.source import build_key, call_arguments, unpack_lines
+from numba_kv.kernels.source import array_kinds, build_key, call_arguments, product_name, unpack_lines
 
 if TYPE_CHECKING:
     from numba_kv.device.stream import Stream
     from numba_kv.kernels.jit import Kernel, Launch
 
-__all__ = ["compile_ptx", "cuda_runner"]
+__all__ = ["compile_ptx", "cuda_runner", "entry_name"]
 
-_functions: dict[tuple[str, int], Function] = {}
+_functions: dict[tuple[Kernel, int], Function] = {}
 _lock = threading.Lock()
 
 _THREAD_ENTRY = """
@@ -51,11 +51,13 @@ def compile_ptx(kernel: Kernel, compute_capability: tuple[int, int]) -> str:
         unpack="\n        ".join(unpack_lines(kernel, "w{i}")),
         arguments=call_arguments(kernel),
     )
-    scope: dict[str, Any] = {"np": np, "cuda": cuda, "_work": cuda_device_function(specialise(kernel.function, cuda_device_function))}
-    for argument in kernel.arguments.values():
-        if argument.dtype is not None:
-            kind = argument.dtype.storage_name if argument.dtype.is_extension else argument.dtype.name
-            scope[f"{kind}_{argument.ndim}"] = array_from_address(kind, argument.ndim, True)
+    scope: dict[str, Any] = {
+        "np": np,
+        "cuda": cuda,
+        "_work": cuda_device_function(specialise(kernel.function, cuda_device_function)),
+    }
+    for kind, ndim in array_kinds(kernel):
+        scope[f"{kind}_{ndim}"] = array_from_address(kind, ndim, True)
     filename = f"<numba_kv entry {kernel.name}>"
     linecache.cache[filename] = (len(text), None, text.splitlines(True), filename)
     exec(compile(text, filename, "exec"), scope)
@@ -81,14 +83,16 @@ def _check_parameters(kernel: Kernel, ptx: str) -> None:
 
 
 def _cubin(kernel: Kernel, compute_capability: tuple[int, int]) -> tuple[bytes, str]:
+    """Return machine code and entry name, from the build cache if they are there."""
     key = f"cuda-{build_key()}-sm{compute_capability[0]}{compute_capability[1]}"
-    cubin, name = read_product(key, f"{kernel.name}.cubin"), read_product(key, f"{kernel.name}.entry")
-    if cubin and name:
-        return cubin, name.decode()
+    name = product_name(kernel)
+    cubin, entry = read_product(key, f"{name}.cubin"), read_product(key, f"{name}.entry")
+    if cubin and entry:
+        return cubin, entry.decode()
     ptx = compile_ptx(kernel, compute_capability)
     cubin, _ = ptx_to_cubin(ptx, compute_capability)
-    write_product(key, f"{kernel.name}.cubin", cubin)
-    write_product(key, f"{kernel.name}.entry", entry_name(ptx).encode())
+    write_product(key, f"{name}.cubin", cubin)
+    write_product(key, f"{name}.entry", entry_name(ptx).encode())
     return cubin, entry_name(ptx)
 
 
@@ -98,7 +102,7 @@ def cuda_runner(launch: Launch) -> Callable[[int, Stream], None]:
 
     kernel, device, block, threads = launch.kernel, launch.device, launch.block, launch.threads
     with _lock:
-        place = (kernel.name, device.ordinal)
+        place = (kernel, device.ordinal)
         if place not in _functions:
             cubin, entry = _cubin(kernel, device.compute_capability)  # type: ignore[attr-defined]
             _functions[place] = Function(cubin, entry)

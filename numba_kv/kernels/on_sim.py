@@ -15,14 +15,14 @@ __all__ = ["sim_runner"]
 
 #: The simulator starts one Python thread a lane; a few already show that lanes share an item.
 _LANES = 4
-_entries: dict[str, Any] = {}
+_entries: dict[Kernel, Any] = {}
 
 
 def _entry(kernel: Kernel) -> Any:
-    if kernel.name not in _entries:
+    if kernel not in _entries:
         work, block_form = kernel.function, kernel.block_form
 
-        def entry(items, *arguments):  # type: ignore[no-untyped-def]
+        def entry(items, *arguments):
             if block_form:
                 work(cuda.blockIdx.x, cuda.threadIdx.x, cuda.blockDim.x, *arguments)
             else:
@@ -30,8 +30,8 @@ def _entry(kernel: Kernel) -> Any:
                 if item < items:
                     work(item, *arguments)
 
-        _entries[kernel.name] = cuda.jit(entry)
-    return _entries[kernel.name]
+        _entries[kernel] = cuda.jit(entry)
+    return _entries[kernel]
 
 
 def sim_runner(launch: Launch) -> Callable[[int, Stream], None]:
@@ -47,8 +47,7 @@ def sim_runner(launch: Launch) -> Callable[[int, Stream], None]:
         if argument.dtype is None:
             places[name] = at
         else:
-            values = launch._values[name].numpy()
-            arrays[name] = FakeCUDAArray(values.view(argument.dtype.storage_name) if argument.dtype.is_extension else values)
+            arrays[name] = FakeCUDAArray(launch.values[name].numpy().view(argument.storage_name))
         at += argument.words
 
     def run(items: int, stream: Stream) -> None:

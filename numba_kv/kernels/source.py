@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from numba_kv.kernels.jit import Kernel
 
-__all__ = ["build_key", "call_arguments", "unpack_lines"]
+__all__ = ["array_kinds", "build_key", "call_arguments", "product_name", "unpack_lines"]
+
+_ROOM = Path(__file__).parent
 
 
 def unpack_lines(kernel: Kernel, word: str) -> list[str]:
@@ -23,10 +25,14 @@ def unpack_lines(kernel: Kernel, word: str) -> list[str]:
             lines.append(f"{name} = {word.format(i=at)}")
         else:
             extents = "".join(f"{word.format(i=at + 1 + axis)}, " for axis in range(argument.ndim))
-            maker = f"{argument.dtype.storage_name if argument.dtype.is_extension else argument.dtype.name}_{argument.ndim}"
-            lines.append(f"{name} = {maker}({word.format(i=at)}, ({extents}))")
+            lines.append(f"{name} = {argument.storage_name}_{argument.ndim}({word.format(i=at)}, ({extents}))")
         at += argument.words
     return lines
+
+
+def array_kinds(kernel: Kernel) -> list[tuple[str, int]]:
+    """Return element type and axes of each kind of array that the kernel takes."""
+    return sorted({(a.storage_name, a.ndim) for a in kernel.arguments.values() if a.dtype is not None})
 
 
 def call_arguments(kernel: Kernel) -> str:
@@ -36,9 +42,9 @@ def call_arguments(kernel: Kernel) -> str:
 
 @lru_cache(maxsize=1)
 def build_key() -> str:
-    """Return a hash of everything that a compiled kernel depends on: the kernels' sources and the compilers' versions."""
+    """Return a hash of what every compiled kernel depends on: this room's sources and the compilers' versions."""
     digest = hashlib.blake2b(digest_size=12)
-    for path in sorted(Path(__file__).parent.glob("*.py")):
+    for path in sorted(_ROOM.glob("*.py")):
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     digest.update(sys.version.encode())
     for package in ("numba", "llvmlite", "numpy", "numba-cuda", "nvidia-nvvm", "cuda-bindings"):
@@ -47,3 +53,21 @@ def build_key() -> str:
         except PackageNotFoundError:
             digest.update(f"{package}=;".encode())
     return digest.hexdigest()
+
+
+def product_name(kernel: Kernel) -> str:
+    """Return a name for products of `kernel`: its own and a hash of what it depends on beside the build key."""
+    digest = hashlib.blake2b(digest_size=8)
+    declared = [(name, a.storage_name, a.ndim) for name, a in kernel.arguments.items()]
+    digest.update(repr((kernel.function.__module__, kernel.function.__qualname__, kernel.block_form, declared)).encode())
+    for function in kernel.functions:
+        code = function.__code__
+        path = Path(code.co_filename)
+        if path.parent == _ROOM:
+            continue
+        digest.update(code.co_code + repr(code.co_consts).encode())
+        if path.is_file():
+            digest.update(path.read_bytes())
+        numbers = {n: v for n in code.co_names if isinstance(v := function.__globals__.get(n), (int, float))}
+        digest.update(repr(numbers).encode())
+    return f"{kernel.name}_{digest.hexdigest()}"

@@ -7,6 +7,7 @@ launch is checked against.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from operator import index
 from typing import Any
 
 from numba_kv.device.tensor import Tensor
@@ -15,6 +16,8 @@ from numba_kv.errors import InputError, ShapeError
 
 __all__ = ["Argument", "array", "scalar"]
 
+_INT64 = range(-(1 << 63), 1 << 63)
+
 
 @dataclass(frozen=True, slots=True)
 class Argument:
@@ -22,6 +25,13 @@ class Argument:
 
     dtype: DType | None
     ndim: int = 0
+
+    @property
+    def storage_name(self) -> str:
+        """Element type that a kernel sees: an integer of the same size for types that Numba lacks; empty for a scalar."""
+        if self.dtype is None:
+            return ""
+        return self.dtype.storage_name if self.dtype.is_extension else self.dtype.name
 
     @property
     def words(self) -> int:
@@ -35,14 +45,20 @@ class Argument:
         ------
         ShapeError, InputError
             If it is not what was declared.
+        StateError
+            If the tensor's memory has been given back.
         """
         if self.dtype is None:
             try:
-                return [int(value.__index__())]
-            except AttributeError:
+                word = index(value)
+            except TypeError:
                 raise InputError(f"{name}: {value!r} is not an integer") from None
+            if word not in _INT64:
+                raise InputError(f"{name}: {word} does not fit 64 bits")
+            return [word]
         if not isinstance(value, Tensor):
             raise InputError(f"{name}: {type(value).__name__} is not a Tensor")
+        value.check_open()
         if value.dtype is not self.dtype or value.ndim != self.ndim:
             raise ShapeError(f"{name}: {value.dtype} with {value.ndim} axes given, {self.dtype} with {self.ndim} wanted")
         if not value.is_contiguous:

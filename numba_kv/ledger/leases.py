@@ -63,8 +63,8 @@ def plan_leases(ledger: RowLedger, counts: NDArray[np.int64]) -> LeasePlan | Non
         surplus = np.where(ledger.live, ledger.leased - np.minimum(ledger.leased, needed), 0)
         if shortage > free + int(surplus.sum()):
             raise CapacityError(
-                f"pages: the step needs {shortage} more of {page} tokens, {free} are free and {int(surplus.sum())} run ahead of "
-                f"other rows; retire or shorten a sequence, or plan with more num_kv_pages ({full.usable_pages})",
+                f"pages: the step needs {shortage} more of {page} tokens, {free} are free and {int(surplus.sum())} run ahead "
+                f"of other rows; retire or shorten a sequence, or plan with more num_kv_pages ({full.usable_pages})",
                 needed=shortage,
                 free=free,
                 evictable=int(surplus.sum()),
@@ -75,7 +75,7 @@ def plan_leases(ledger: RowLedger, counts: NDArray[np.int64]) -> LeasePlan | Non
 
 def _take_back(targets: NDArray[np.int64], surplus: NDArray[np.int64], wanted: int) -> NDArray[np.int64]:
     """Lower `targets` by `wanted` pages, from the rows that run furthest ahead."""
-    result = targets.copy()
+    result: NDArray[np.int64] = targets.copy()
     for row in np.argsort(-surplus, kind="stable"):
         taken = min(wanted, int(surplus[row]))
         result[row] -= taken

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from numba_kv.errors import CapacityError, InvariantError
+from numba_kv.errors import CapacityError, InputError, InvariantError
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -75,9 +75,12 @@ class PageIdPool:
 
     def peek(self, count: int) -> NDArray[np.int32]:
         """Return the ids that `acquire(count)` would return, without taking them."""
+        if count < 0:
+            raise InputError(f"pages: {count} are wanted; a count is not negative")
         if count > self._top:
             raise CapacityError(f"pages: {count} are wanted, {self._top} free", needed=count, free=self._top)
-        return self._stack[self._top - count : self._top][::-1].copy()
+        ids: NDArray[np.int32] = self._stack[self._top - count : self._top][::-1].copy()
+        return ids
 
     def acquire(self, count: int) -> NDArray[np.int32]:
         """Take `count` pages; all or none.
@@ -86,6 +89,8 @@ class PageIdPool:
         ------
         CapacityError
             If fewer are free.
+        InputError
+            If `count` is negative.
         """
         ids = self.peek(count)
         self._top -= count
@@ -103,7 +108,8 @@ class PageIdPool:
         """
         if not len(ids):
             return
-        if int(self._state[ids].min()) == _FREE or len(np.unique(ids)) != len(ids):
+        known = int(ids.min()) >= 0 and int(ids.max()) < len(self._stack)
+        if not known or int(self._state[ids].min()) == _FREE or len(np.unique(ids)) != len(ids):
             raise InvariantError(f"pages: {ids.tolist()} are given back, but not all of them are owned once")
         self._state[ids] = _FREE
         self._stack[self._top : self._top + len(ids)] = ids
@@ -121,6 +127,8 @@ class PageIdPool:
         InvariantError
             Naming the first page that is lost or held twice.
         """
+        if len(owned) and int(owned.min()) < 0:
+            raise InvariantError(f"page {int(owned.min())} is held by a row, but ids are not negative")
         seen = np.bincount(np.concatenate([owned, self._stack[: self._top]]), minlength=len(self._stack))
         if len(seen) > len(self._stack) or np.any(seen != 1):
             page = int(np.flatnonzero(seen != 1)[0]) if len(seen) <= len(self._stack) else int(owned.max())

@@ -22,9 +22,10 @@ from numba_kv.replay.generate import GeneratorOptions, generate_trace
 from numba_kv.replay.models import find_config
 from numba_kv.replay.output import Output, check_writable, dumps, write_text
 from numba_kv.replay.report import check_drawing, write_picture, write_report
+from numba_kv.replay.request import Trace, fit_to_capacity
 from numba_kv.replay.run import ReplayOptions, ReplayResult, replay
 from numba_kv.replay.tables import Budget, plan_json, plan_table, replay_table
-from numba_kv.replay.trace import Trace, fit_to_capacity, read_trace
+from numba_kv.replay.trace import read_trace
 
 __all__ = ["COMMANDS"]
 
@@ -162,6 +163,7 @@ def _demo(args: Namespace) -> None:
         max_batch_size=rows,
         max_kv_cache_capacity=round_up(trace.longest, 256),
         max_batch_tokens=rows + chunk,
+        num_kv_pages=4096,  # an eighth of what every row at full length would take
     )
     options = ReplayOptions(chunk=chunk, audit_every=100)
     job = _Job(config=config, name=name, trace=trace, skipped=0, options=options, target=args.target)

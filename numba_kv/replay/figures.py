@@ -46,7 +46,9 @@ class GroupFigures:
     page_tokens, ring_pages : int
         P and R; R is 0 for full attention.
     peak_pages : int
-        Most pages that rows held after any step.
+        Most pages that rows held at once.
+    peak_mapped_pages : int
+        Most mapped entries that an audit found in the device's page table.
     bound_pages : int
         What they may hold: R of every row, or the pool.
     page_nbytes : int
@@ -59,6 +61,7 @@ class GroupFigures:
     page_tokens: int
     ring_pages: int
     peak_pages: int
+    peak_mapped_pages: int
     bound_pages: int
     page_nbytes: int
 
@@ -171,10 +174,12 @@ class PageHistory:
         self.tokens: list[int] = []
         self.pages: tuple[list[int], ...] = tuple([] for _ in range(num_groups))
 
+    def is_due(self, step: int) -> bool:
+        """Whether a sample is wanted at `step`."""
+        return step % self._interval == 0
+
     def record(self, step: int, tokens: int, pages: list[int]) -> None:
-        """Take a sample of the tokens that rows hold and the pages of each group, if one is due at `step`."""
-        if step % self._interval:
-            return
+        """Take a sample of the tokens that rows hold and the pages of each group."""
         self.steps.append(step)
         self.tokens.append(tokens)
         for series, value in zip(self.pages, pages, strict=True):

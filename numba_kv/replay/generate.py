@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from numba_kv.errors import InputError
-from numba_kv.replay.trace import Request, Trace
+from numba_kv.replay.request import Request, Trace
 
 __all__ = ["GeneratorOptions", "generate_requests", "generate_trace"]
 

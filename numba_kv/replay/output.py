@@ -6,6 +6,7 @@ what is in them.
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 from pathlib import Path
@@ -21,6 +22,9 @@ _PLAIN_WIDTH = 110
 
 
 def _console(*, stderr: bool) -> Console:
+    stream = sys.stderr if stderr else sys.stdout
+    if isinstance(stream, io.TextIOWrapper):
+        stream.reconfigure(errors="replace")  # a terminal that cannot show a bar shows a question mark
     console = Console(stderr=stderr, highlight=False)
     return console if console.is_terminal else Console(stderr=stderr, highlight=False, width=max(console.width, _PLAIN_WIDTH))
 

@@ -102,7 +102,7 @@ def _draw(figures: ReplayFigures, history: PageHistory) -> Figure:
         peak = f"peak {group.peak_pages:,} pages, {format_bytes(group.peak_pages * group.page_nbytes)}"
         axes.set_title(f"{group.window} attention, {group.layers} layers: {peak}", loc="left")
         axes.set_ylabel(f"pages of {group.page_tokens} tokens")
-        axes.set_ylim(bottom=0)
+        axes.set_ylim(0, 1.35 * axes.get_ylim()[1])  # room for the legend
         axes.margins(x=0)
         axes.legend(loc="upper right", fontsize="small")
         axes.set_xlabel("step")

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING
 
 from numba_kv.errors import InputError
 from numba_kv.replay.figures import GroupFigures, Latency, PageHistory, ReplayFigures
-from numba_kv.replay.scheduler import Scheduler, SchedulerOptions
-from numba_kv.replay.trace import Trace
+from numba_kv.replay.request import Trace
+from numba_kv.replay.schedule import SchedulerOptions
+from numba_kv.replay.scheduler import Scheduler
 
 if TYPE_CHECKING:
     from numba_kv.batch import Batch, Sequence
@@ -117,7 +118,8 @@ class _Run:
             ),
         )
         self.history = PageHistory(len(self._groups))
-        self._peaks = [0] * len(self._groups)
+        self._held = [0] * len(self._groups)
+        self._mapped = [0] * len(self._groups)
         self._host_ns = array("q")
         self._steady_ns = array("q")
         self._steps = self._prefill = self._decode = self._preemptions = self._audits = 0
@@ -153,16 +155,17 @@ class _Run:
 
     def _look(self) -> None:
         """Note the pages that rows hold now: leased ones of the full group, the private rings of the others."""
-        running = self._scheduler.num_running
-        held = [running * g.ring if g.ring else g.usable_pages - self._batch.free_pages for g in self._groups]
-        for i, pages in enumerate(held):
-            if pages > self._peaks[i]:
-                self._peaks[i] = pages
-        self.history.record(self._steps, self._scheduler.tokens_held, held)
+        if self.history.is_due(self._steps):
+            running, free = self._scheduler.num_running, self._batch.free_pages
+            held = [running * g.ring if g.ring else g.usable_pages - free for g in self._groups]
+            self.history.record(self._steps, self._scheduler.tokens_held, held)
 
     def _audit(self) -> None:
-        self._batch.audit()
+        report = self._batch.audit()
         self._audits += 1
+        for i, group in enumerate(self._groups):
+            self._held[i] = report.pools[group.index].peak_owned
+            self._mapped[i] = max(self._mapped[i], report.mapped_pages[group.index])
 
     def figures(self, config_name: str, skipped: int) -> ReplayFigures:
         """Return what was counted."""
@@ -199,10 +202,11 @@ class _Run:
                     layers=len(g.layers),
                     page_tokens=g.page_tokens,
                     ring_pages=g.ring,
-                    peak_pages=peak,
+                    peak_pages=held,
+                    peak_mapped_pages=mapped,
                     bound_pages=g.usable_pages,
                     page_nbytes=g.page_nbytes,
                 )
-                for g, peak in zip(self._groups, self._peaks, strict=True)
+                for g, held, mapped in zip(self._groups, self._held, self._mapped, strict=True)
             ),
         )

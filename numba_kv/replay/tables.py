@@ -17,7 +17,7 @@ from numba_kv.replay.sizes import format_bytes
 __all__ = ["GROUP_COLUMNS", "Budget", "figure_rows", "group_rows", "plan_json", "plan_table", "replay_table"]
 
 #: Heads of `group_rows`.
-GROUP_COLUMNS = ("group", "attention", "layers", "ring R", "peak pages", "bound", "peak bytes")
+GROUP_COLUMNS = ("group", "attention", "layers", "ring R", "peak pages", "most mapped", "bound", "peak bytes")
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +153,7 @@ def group_rows(figures: ReplayFigures) -> list[tuple[str, ...]]:
             str(g.layers),
             str(g.ring_pages) if g.ring_pages else "-",
             f"{g.peak_pages:,}",
+            f"{g.peak_mapped_pages:,}",
             f"{g.bound_pages:,}",
             format_bytes(g.peak_pages * g.page_nbytes),
         )

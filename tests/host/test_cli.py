@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+from array import array
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -15,6 +17,7 @@ from numba_kv.config import load_engine_config
 from numba_kv.errors import InputError
 from numba_kv.plan import plan_memory
 from numba_kv.replay import commands, report
+from numba_kv.replay.figures import Latency, PageHistory
 from numba_kv.replay.fit import most_rows
 from numba_kv.replay.models import builtin_names, find_config
 from numba_kv.replay.sizes import format_bytes, parse_bytes
@@ -168,9 +171,8 @@ def test_bad_arguments(capsys: pytest.CaptureFixture[str], args: list[str], word
 
 def test_bad_trace_line(capsys: pytest.CaptureFixture[str], config: str, tmp_path: Path) -> None:
     bad = tmp_path / "bad.jsonl"
-    bad.write_text(
-        '{"arrival_s": 0, "input_tokens": 5, "output_tokens": 5}\n{"arrival_s": 0, "input_tokens": -5, "output_tokens": 5}\n'
-    )
+    good = {"arrival_s": 0, "input_tokens": 5, "output_tokens": 5}
+    bad.write_text(json.dumps(good) + "\n" + json.dumps({**good, "input_tokens": -5}))
     line = refused(capsys, "replay", config, str(bad))
     assert "line 2: input_tokens is -5" in line
 
@@ -185,17 +187,22 @@ def test_interrupt_is_130(capsys: pytest.CaptureFixture[str], monkeypatch: pytes
 
 
 def test_a_reader_that_goes_away_is_no_traceback() -> None:
-    done = subprocess.run(
-        f"{sys.executable} -m numba_kv.cli plan gemma3_270m --json - 2>/dev/null | true; exit ${{PIPESTATUS[0]}}",
-        shell=True,
-        executable="/bin/bash",
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode in (0, 1)
-    assert done.stderr == ""
+    command = [sys.executable, "-m", "numba_kv.cli", "plan", "gemma3_270m", "--json", "-"]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        error = process.stderr.read()
+    assert process.returncode == 1
+    assert "BrokenPipe" not in error
+
+
+def test_a_terminal_without_unicode(config: str) -> None:
+    command = [sys.executable, "-m", "numba_kv.cli", "inspect", config, "--tokens", "40", "--target", "cpu"]
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert "sliding 24" in done.stdout
 
 
 # -- plan --------------------------------------------------------------------------------------------------------------
@@ -261,6 +268,26 @@ def test_plan_of_public_models(capsys: pytest.CaptureFixture[str], name: str) ->
     found = json.loads(out)
     assert found["nbytes"] <= 24 * 2**30
     assert found["max_sequences"] >= 1
+
+
+# -- figures -----------------------------------------------------------------------------------------------------------
+
+
+def test_history_keeps_a_bounded_number_of_even_samples() -> None:
+    history = PageHistory(2, most=8)
+    for step in range(1, 1001):
+        if history.is_due(step):
+            history.record(step, 10 * step, [step, 2 * step])
+    gap = history.steps[1] - history.steps[0]
+    assert 4 <= len(history.steps) <= 8
+    assert history.steps == list(range(gap, 1001, gap))
+    assert history.tokens == [10 * step for step in history.steps]
+    assert history.pages == (history.steps, [2 * step for step in history.steps])
+
+
+def test_latency() -> None:
+    assert Latency.of(array("q")) == Latency(0, 0.0, 0.0, 0.0)
+    assert Latency.of(array("q", range(0, 101_000, 1000))) == Latency(101, 50.0, 50.0, 99.0)
 
 
 # -- replay, inspect, demo ---------------------------------------------------------------------------------------------

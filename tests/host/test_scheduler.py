@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, strategies as st
 
 from numba_kv.errors import CapacityError, InputError
-from numba_kv.replay.scheduler import Scheduler, SchedulerOptions, StepOutcome
-from numba_kv.replay.trace import Request
+from numba_kv.replay.request import Request
+from numba_kv.replay.schedule import SchedulerOptions, StepOutcome
+from numba_kv.replay.scheduler import Scheduler
 
 
 class FakeSequence:

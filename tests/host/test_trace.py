@@ -9,7 +9,8 @@ import pytest
 
 from numba_kv.errors import InputError, TraceError
 from numba_kv.replay.generate import GeneratorOptions, generate_trace
-from numba_kv.replay.trace import Request, Trace, fit_to_capacity, read_trace
+from numba_kv.replay.request import Request, Trace, fit_to_capacity
+from numba_kv.replay.trace import read_trace
 
 DATA = Path(__file__).resolve().parents[2].parent / "shared" / "data" / "traces"
 

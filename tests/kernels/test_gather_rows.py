@@ -29,12 +29,14 @@ def run(device: Device, table: np.ndarray, slots: list[int], rows: int, spare: i
     destination = to_device(device, np.full((rows + spare) * words, 99))
     launch = gather_rows.bind(
         device,
-        destination=destination,
-        table=to_device(device, table.reshape(-1)),
-        slots=to_device(device, np.array(slots)),
-        num_slots=len(table),
-        row_words=words,
-        missing=missing,
+        {
+            "destination": destination,
+            "table": to_device(device, table.reshape(-1)),
+            "slots": to_device(device, np.array(slots)),
+            "num_slots": len(table),
+            "row_words": words,
+            "missing": missing,
+        },
     )
     launch(rows, device.stream)
     return destination.to_host().reshape(rows + spare, words)
@@ -69,4 +71,6 @@ def test_slots_are_int32(device: Device) -> None:
     flat = device.tensor((2,), dtype("int32"))
     slots = device.tensor((1,), dtype("int64"))
     with pytest.raises(ShapeError, match="slots: int64"):
-        gather_rows.bind(device, destination=flat, table=flat, slots=slots, num_slots=1, row_words=2, missing=-1)
+        gather_rows.bind(
+            device, {"destination": flat, "table": flat, "slots": slots, "num_slots": 1, "row_words": 2, "missing": -1}
+        )

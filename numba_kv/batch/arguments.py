@@ -1,0 +1,86 @@
+"""Checks of what callers pass: counts, prompts and lists of sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Set
+from typing import Any
+
+from numba_kv.errors import CapacityError, InputError
+
+__all__ = ["integer", "listed", "one_prompt", "prompt_length"]
+
+
+def integer(value: Any) -> int | None:
+    """Return `value` as an int if it is an integer of any kind (not a bool), else None."""
+    if isinstance(value, bool) or not hasattr(value, "__index__") or getattr(value, "ndim", 0) != 0:
+        return None
+    try:
+        return int(value.__index__())
+    except TypeError:  # an array without axes has the method, whatever it holds
+        return None
+
+
+def listed(name: str, values: Any) -> list[Any]:
+    """Return the items of an iterable.
+
+    Raises
+    ------
+    InputError
+        If it is none.
+    """
+    try:
+        items = iter(values)
+    except TypeError:
+        raise InputError(f"{name}: {values!r} cannot be iterated; pass a list, of one item too") from None
+    return list(items)
+
+
+def one_prompt(tokens: Any, num_tokens: Any) -> Any:
+    """Return the prompt of a call that takes either token ids or their number.
+
+    Raises
+    ------
+    InputError
+        If neither or both are given, or one in the place of the other.
+    """
+    if (tokens is None) == (num_tokens is None):
+        raise InputError("admit: give either tokens or num_tokens")
+    if num_tokens is not None and integer(num_tokens) is None:
+        raise InputError(f"num_tokens: {num_tokens!r} is not an integer; token ids go into tokens")
+    if tokens is not None and integer(tokens) is not None:
+        raise InputError(f"tokens: {tokens!r} is not a sequence of token ids; their number goes into num_tokens")
+    return num_tokens if tokens is None else tokens
+
+
+def prompt_length(prompt: Any, capacity: int) -> int:
+    """Return the tokens of a prompt given as token ids or as their number.
+
+    Of a list only the first id is looked at, and of an array its type: they tell a list of prompts, or of probabilities,
+    from a prompt without reading 100,000 numbers.
+
+    Raises
+    ------
+    InputError
+        If it is neither, or empty.
+    CapacityError
+        If it is longer than `capacity`.
+    """
+    number = integer(prompt)
+    if number is None:
+        if getattr(prompt, "ndim", 1) != 1 or isinstance(prompt, (str, bytes, Mapping, Set)):
+            raise InputError(f"admit: tokens of type {type(prompt).__name__} are not a one-dimensional sequence of token ids")
+        try:
+            number = len(prompt)
+        except TypeError:
+            raise InputError(f"admit: {prompt!r} is neither a sequence of token ids nor their number") from None
+        if number and isinstance(prompt, (list, tuple)) and integer(prompt[0]) is None:
+            raise InputError(f"admit: tokens start with {prompt[0]!r}, which is not a token id")
+        if getattr(getattr(prompt, "dtype", None), "kind", "i") not in "iu":
+            raise InputError(f"admit: tokens of {prompt.dtype} are not token ids")
+    if number < 1:
+        raise InputError(f"admit: a prompt of {number} tokens; at least 1 is wanted")
+    if number > capacity:
+        raise CapacityError(
+            f"admit: a prompt of {number} tokens exceeds max_kv_cache_capacity {capacity}", needed=number, free=capacity
+        )
+    return number

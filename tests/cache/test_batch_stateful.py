@@ -1,0 +1,186 @@
+"""Batch against a naive model, in any order of calls: admit, step, long steps, rewind, retire, update, compact.
+
+After each action both device tables equal the model's and the audit passes; after a refused one nothing has changed.
+"""
+
+from __future__ import annotations
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+import numba_kv as kv
+from numba_kv.geometry import FULL
+from tests.helpers.naive_batch import NaiveBatch
+
+SIMULATED = kv.target() == "sim"
+WINDOWS = st.one_of(
+    st.builds(kv.Window, st.just("sliding"), st.integers(1, 20)),
+    st.builds(kv.Window, st.just("chunked"), st.integers(1, 20)),
+)
+
+
+@st.composite
+def configs(draw: st.DrawFn) -> kv.LLMEngineConfig:
+    """Small models of any shape: windows, page sizes, step limits, pools too small for every row at full length."""
+    page = draw(st.sampled_from([1, 2, 4, 16]))
+    capacity = draw(st.integers(20, 90))
+    rows = draw(st.integers(1, 4))
+    windows = draw(st.lists(WINDOWS, max_size=2, unique=True))
+    has_full = draw(st.booleans()) or not windows
+    row_pages = -(-capacity // page)
+    pool = draw(st.one_of(st.none(), st.integers(row_pages, row_pages * rows)))
+    layers = [kv.AttentionLayer(num_kv_heads=1, head_dim=8, window=w) for w in windows]
+    if has_full:
+        layers.append(kv.AttentionLayer(num_kv_heads=1, head_dim=8, window=FULL))
+    return kv.LLMEngineConfig(
+        layers=tuple(layers),
+        max_batch_size=rows,
+        max_kv_cache_capacity=capacity,
+        page_tokens=page,
+        max_step_tokens=draw(st.sampled_from([1, 1, 2, 5])),
+        max_batch_tokens=draw(st.sampled_from([30, 200])),
+        num_kv_pages=pool,
+        lookahead_pages=draw(st.sampled_from([0, 1, 4])),
+    )
+
+
+class BatchMachine(RuleBasedStateMachine):
+    """Drives a Batch and its model together."""
+
+    @initialize(config=configs())
+    def open(self, config: kv.LLMEngineConfig) -> None:
+        self.resources = kv.SharedResources.create_for_llm(config)
+        self.batch = kv.Batch(self.resources)
+        self.naive = NaiveBatch(self.batch)
+        self.config = config
+
+    def teardown(self) -> None:
+        if hasattr(self, "resources"):
+            self.resources.close()
+            assert self.resources.device.memory.current_bytes == 0
+
+    @property
+    def live(self) -> list[kv.Sequence]:
+        return self.batch.sequences
+
+    @rule(prompts=st.lists(st.integers(1, 30), min_size=1, max_size=2), leave=st.integers(0, 2), data=st.data())
+    def update(self, prompts: list[int], leave: int, data: st.DataObject) -> None:
+        prompts = [min(p, self.config.max_kv_cache_capacity) for p in prompts]
+        leaving = data.draw(st.lists(st.sampled_from(self.live), max_size=leave, unique=True)) if self.live else []
+        if len(prompts) > self.batch.free_rows + len(leaving):
+            with pytest.raises(kv.CapacityError) as refused:
+                self.batch.update(retire=leaving, admit=prompts)
+            assert refused.value.needed == len(prompts)
+            return
+        made = self.batch.update(retire=leaving, admit=prompts)
+        for sequence in leaving:
+            self.naive.retired(sequence)
+        self.naive.admitted(made)
+        assert [s.pending_tokens for s in made] == prompts
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def step_some(self, data: st.DataObject) -> None:
+        chosen = data.draw(st.lists(st.sampled_from(self.live), min_size=1, unique=True))
+        counts = {s: data.draw(st.one_of(st.integers(1, 3), st.integers(1, 40))) for s in chosen}
+        self._step(counts, counts)
+
+    @precondition(lambda self: self.live)
+    @rule(count=st.sampled_from([1, 1, 1, 2, 9]), times=st.integers(1, 6))
+    def step_every(self, count: int, times: int) -> None:
+        counts = dict.fromkeys(self.live, count)
+        if any(s.pending_tokens for s in self.live):
+            with pytest.raises(kv.StateError):
+                self.batch.step(count)
+            return
+        for _ in range(times):
+            self._step(count, counts)
+
+    def _step(self, argument: object, counts: dict[kv.Sequence, int]) -> None:
+        before = [s.length for s in self.live]
+        short = self._pages_are_short(counts)
+        lengths_over = any(s.length + n > self.config.max_kv_cache_capacity for s, n in counts.items())
+        if sum(counts.values()) > self.config.max_batch_tokens:
+            with pytest.raises(kv.InputError):
+                self.batch.step(argument)
+        elif lengths_over:
+            with pytest.raises(kv.CapacityError):
+                self.batch.step(argument)
+        elif short:
+            with pytest.raises(kv.CapacityError) as refused:
+                self.batch.step(argument)
+            assert refused.value.needed > refused.value.free + refused.value.evictable
+        else:
+            self.naive.stepped(self.batch.step(argument), counts)
+            return
+        assert [s.length for s in self.live] == before
+
+    def _pages_are_short(self, counts: dict[kv.Sequence, int]) -> bool:
+        full = self.batch.plan.groups[0]
+        needed = sum(-(-(s.length + counts.get(s, 0)) // full.page_tokens) for s in self.live)
+        return not full.is_empty and needed > full.usable_pages
+
+    @precondition(lambda self: any(s.length for s in self.live))
+    @rule(data=st.data())
+    def rewind(self, data: st.DataObject) -> None:
+        sequence = data.draw(st.sampled_from([s for s in self.live if s.length]))
+        count = data.draw(st.integers(1, sequence.length))
+        naive = self.naive.sequences[sequence]
+        target = sequence.length - count
+        try:
+            self.batch.rewind({sequence: count})
+        except kv.RewindTooFar:
+            assert target > 0
+            assert naive.high_water - target > self.config.max_step_tokens
+            assert len(self.batch.plan.groups) > 1
+        else:
+            self.naive.rewound(sequence, count)
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data(), ordered=st.booleans())
+    def compact(self, data: st.DataObject, ordered: bool) -> None:
+        if ordered:
+            order = data.draw(st.permutations(self.live))
+            self.batch.compact(order)
+            assert [s.row for s in order] == list(range(len(order)))
+        else:
+            self.batch.compact()
+            assert sorted(s.row for s in self.live) == list(range(len(self.live)))
+
+    @precondition(lambda self: self.live)
+    @rule()
+    def refuse_nonsense(self) -> None:
+        sequence = self.live[0]
+        for counts in ({sequence: 0}, {sequence: -1}, {sequence: 1.5}, {sequence: True}, {}):
+            with pytest.raises(kv.InputError):
+                self.batch.step(counts)
+        for count in (0, -1, sequence.length + 1, "1"):
+            with pytest.raises(kv.InputError):
+                self.batch.rewind({sequence: count})
+
+    @invariant()
+    def tables_equal_the_model(self) -> None:
+        if hasattr(self, "naive"):
+            self.naive.check_tables()
+
+
+TestBatch = BatchMachine.TestCase
+TestBatch.settings = settings(
+    max_examples=6 if SIMULATED else 60,
+    stateful_step_count=12 if SIMULATED else 30,
+)
+
+
+def test_numpy_integers_are_integers() -> None:
+    layers = (kv.AttentionLayer(num_kv_heads=1, head_dim=8),)
+    config = kv.LLMEngineConfig(layers=layers, max_batch_size=2, max_kv_cache_capacity=32, max_batch_tokens=64)
+    with kv.SharedResources.create_for_llm(config) as resources, kv.Batch(resources) as batch:
+        sequence = batch.admit(num_tokens=np.int32(5))
+        batch.step({sequence: np.int64(5)})
+        batch.step(np.int16(1))
+        batch.rewind({sequence: np.uint8(2)})
+        assert sequence.length == 4
+        batch.audit()

@@ -1,0 +1,177 @@
+"""A naive model of a batch: a list of tokens per sequence, and pools that remember which token is in which slot.
+
+Nothing here uses the closed form of the library; it checks what a forward pass would see.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+import numba_kv as kv
+
+
+@dataclass
+class NaiveSequence:
+    """What is known of one sequence: its tokens, how long it has been, and what each window's table must map."""
+
+    tokens: list[int] = field(default_factory=list)
+    high_water: int = 0
+    mapped: dict[int, set[int]] = field(default_factory=dict)
+
+
+class NaiveBatch:
+    """Mirrors a Batch by replaying each step on plain lists and dictionaries, and compares after each call."""
+
+    def __init__(self, batch: kv.Batch) -> None:
+        self.batch = batch
+        self.plan = batch.plan
+        self.config = batch.plan.config
+        self.sequences: dict[kv.Sequence, NaiveSequence] = {}
+        self.pools: list[dict[int, int]] = [{} for _ in self.plan.groups]
+        self.next_token = 0
+
+    def lowest(self, g: int, query: int) -> int:
+        """Return the lowest key that a query sees."""
+        window = self.plan.groups[g].window
+        if window.kind == "sliding":
+            return max(0, query - window.tokens + 1)
+        return query - query % window.tokens if window.kind == "chunked" else 0
+
+    def admitted(self, sequences: list[kv.Sequence]) -> None:
+        """Note new sequences."""
+        for sequence in sequences:
+            assert sequence.length == 0
+            self.sequences[sequence] = NaiveSequence(mapped={g.index: set() for g in self.plan.groups})
+
+    def retired(self, sequence: kv.Sequence) -> None:
+        """Forget a sequence."""
+        del self.sequences[sequence]
+        assert sequence.state == "retired"
+
+    def stepped(self, view: kv.StepView, counts: dict[kv.Sequence, int]) -> None:
+        """Check a step's tensors, write its tokens, and check that every key of a short step is where the tables say."""
+        contexts, lengths = view.context_lens.to_host(), view.seq_lens.to_host()
+        starts, positions = view.cu_seqlens_q.to_host(), view.positions.to_host()
+        slots = [t.to_host() for t in view.slot_mapping]
+        tables = [t.to_host() for t in view.page_tables]
+        blocks = [t.to_host() for t in view.block_tables]
+        assert view.num_tokens == sum(counts.values()) == starts[-1]
+        assert view.max_query_tokens == max(counts.values())
+        assert view.num_rows == max(s.row for s in self.sequences) + 1
+        self._check_carry(view, counts)
+        written: list[set[int]] = [set() for _ in self.plan.groups]
+        for sequence, naive in self.sequences.items():
+            row, count, before = sequence.row, counts.get(sequence, 0), len(naive.tokens)
+            first = int(starts[row])
+            assert starts[row + 1] - first == count
+            assert contexts[row] == before
+            assert lengths[row] == before + count
+            assert positions[first : first + count].tolist() == list(range(before, before + count))
+            fresh = list(range(self.next_token, self.next_token + count))
+            self.next_token += count
+            naive.tokens += fresh
+            naive.high_water = max(naive.high_water, len(naive.tokens))
+            for group in self.plan.groups:
+                g, page = group.index, group.page_tokens
+                if group.is_empty:
+                    assert (slots[g] == -1).all()
+                    continue
+                self._remap(naive, g, before, count)
+                for i, token in enumerate(fresh):
+                    logical, slot = (before + i) // page, int(slots[g][first + i])
+                    mapped = group.window.is_full or logical in naive.mapped[g]
+                    assert mapped == (slot >= 0)
+                    if mapped:
+                        assert slot == blocks[g][row, logical] * page + (before + i) % page
+                        assert slot not in written[g]
+                        written[g].add(slot)
+                        self.pools[g][slot] = token
+                if 0 < count <= self.config.max_step_tokens:
+                    self._check_keys(naive, g, row, before, count, tables[g], blocks[g])
+        assert view.kv_len_upper >= max(len(n.tokens) for n in self.sequences.values())
+
+    def rewound(self, sequence: kv.Sequence, count: int) -> None:
+        """Take tokens back."""
+        naive = self.sequences[sequence]
+        target = len(naive.tokens) - count
+        del naive.tokens[target:]
+        if target == 0:
+            naive.high_water = 0
+        for group in self.plan.groups:
+            end = -(-target // group.page_tokens)
+            naive.mapped[group.index] = {p for p in naive.mapped[group.index] if p < end}
+
+    def check_tables(self) -> None:
+        """Compare both device tables with the model, and run the audit."""
+        report = self.batch.audit()
+        assert report.rows == len(self.sequences)
+        assert report.tokens == sum(len(n.tokens) for n in self.sequences.values())
+        buffers = self.batch.resources.cache_managers[0].step_buffers
+        by_row = {s.row: n for s, n in self.sequences.items()}
+        for group in self.plan.groups:
+            g, page = group.index, group.page_tokens
+            table, blocks = buffers.page_tables[g].to_host(), buffers.block_tables[g].to_host()
+            assert np.array_equal(table[:, 1], np.where(table[:, 0] < 0, -1, table[:, 0] + group.num_pages))
+            assert table[:, 0].max(initial=-1) < group.usable_pages
+            live_pages: list[int] = []
+            for row in range(self.config.max_batch_size):
+                naive = by_row.get(row)
+                mapped = np.flatnonzero(table[row, 0] >= 0).tolist()
+                if naive is None or group.is_empty:
+                    assert not mapped
+                    assert (blocks[row] == group.null_page).all()
+                    continue
+                if group.window.is_full:
+                    assert mapped == list(range(len(mapped)))
+                    assert len(mapped) >= -(-len(naive.tokens) // page)
+                    assert np.array_equal(blocks[row, : len(mapped)], table[row, 0, : len(mapped)])
+                    assert (blocks[row, len(mapped) :] == group.null_page).all()
+                    live_pages += blocks[row, : len(mapped)].tolist()
+                else:
+                    assert mapped == sorted(naive.mapped[g])
+                    assert len(mapped) <= group.ring
+                    assert np.array_equal(table[row, 0, mapped], blocks[row, mapped])
+                    ring = blocks[row, : group.ring].tolist()
+                    assert blocks[row].tolist() == [ring[j % group.ring] for j in range(group.table_width)]
+                    live_pages += ring
+            assert len(set(live_pages)) == len(live_pages)
+
+    def _remap(self, naive: NaiveSequence, g: int, before: int, count: int) -> None:
+        """Apply what a step does to the mapped pages of a window: newest R pages, none below the first query's window."""
+        group = self.plan.groups[g]
+        if group.window.is_full or not count:
+            return
+        end = -(-(before + count) // group.page_tokens)
+        wanted = set(range(self.lowest(g, before) // group.page_tokens, end))
+        naive.mapped[g] = set(sorted(wanted)[-group.ring :])
+        if count <= self.config.max_step_tokens:
+            assert naive.mapped[g] == wanted, "a short step must not lose pages"
+
+    def _check_keys(self, naive, g, row, before, count, table, blocks) -> None:
+        """Check that every key which the step's queries see is found through both tables."""
+        group = self.plan.groups[g]
+        for position in range(self.lowest(g, before), before + count):
+            logical, offset = divmod(position, group.page_tokens)
+            assert table[row, 0, logical] == blocks[row, logical] >= 0
+            slot = int(blocks[row, logical]) * group.page_tokens + offset
+            assert self.pools[g].get(slot) == naive.tokens[position]
+
+    def _check_carry(self, view: kv.StepView, counts: dict[kv.Sequence, int]) -> None:
+        """Check that carry slots hold, before the step writes, the window's tokens before it."""
+        limit = self.config.max_step_tokens
+        for group, carry in zip(self.plan.groups, view.carry_slots, strict=True):
+            if group.window.is_full or not any(n > limit for n in counts.values()):
+                assert carry is None
+                continue
+            found, width = carry.to_host(), group.window.tokens - 1
+            for row in range(self.config.max_batch_size):
+                sequence = next((s for s in self.sequences if s.row == row), None)
+                expected = [-1] * width
+                if sequence is not None and counts.get(sequence, 0) > limit:
+                    tokens = self.sequences[sequence].tokens
+                    for position in range(self.lowest(group.index, len(tokens)), len(tokens)):
+                        expected[position - len(tokens) + width] = tokens[position]
+                pool = self.pools[group.index]
+                assert [-1 if slot < 0 else pool[int(slot)] for slot in found[row]] == expected

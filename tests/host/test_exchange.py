@@ -1,0 +1,183 @@
+"""Tensors in other libraries without a copy: array interfaces and DLPack."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from numba_kv.device import Device, Tensor, create_device
+from numba_kv.dtypes import dtype
+from numba_kv.errors import InteropError, StateError
+
+VIEWS = {
+    "whole": (slice(None),),
+    "rows": (slice(1, 3),),
+    "column": (slice(None), 2),
+    "every second": (slice(None), slice(None, None, 2)),
+    "backwards": (slice(None, None, -1), slice(None, None, -2)),
+    "element": (1, 2),
+    "nothing": (slice(0, 0),),
+}
+PLAIN = ["float32", "float16", "int64", "int32", "int8", "uint8"]
+
+
+@pytest.fixture(scope="module")
+def device() -> Device:
+    return create_device()
+
+
+@pytest.fixture
+def host(device: Device) -> Device:
+    if device.target == "cuda":
+        pytest.skip("device memory cannot be a NumPy array")
+    return device
+
+
+def filled(device: Device, kind: str = "int32") -> tuple[Tensor, np.ndarray]:
+    values = np.arange(20).reshape(4, 5).astype(dtype(kind).numpy())
+    tensor = device.tensor((4, 5), dtype(kind))
+    tensor.fill_from(values)
+    return tensor, values
+
+
+@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize("kind", PLAIN)
+def test_numpy_reads_dlpack(host: Device, view: str, kind: str) -> None:
+    tensor, values = filled(host, kind)
+    array = np.from_dlpack(tensor[VIEWS[view]])
+    assert array.dtype == values.dtype
+    assert np.array_equal(array, values[VIEWS[view]])
+    if array.size:
+        assert array.__array_interface__["data"][0] == tensor[VIEWS[view]].address
+
+
+@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize("kind", [*PLAIN, "bfloat16", "float8_e4m3"])
+def test_numpy_reads_the_array_interface(host: Device, view: str, kind: str) -> None:
+    tensor, values = filled(host, kind)
+    array = np.asarray(tensor[VIEWS[view]])
+    assert array.dtype == (dtype(kind).storage_name if dtype(kind).is_extension else kind)
+    assert np.array_equal(array.view(values.dtype), values[VIEWS[view]])
+    if array.size:
+        assert array.__array_interface__["data"][0] == tensor[VIEWS[view]].address
+
+
+@pytest.mark.parametrize("exchange", [np.from_dlpack, np.asarray, Tensor.numpy], ids=["dlpack", "interface", "numpy"])
+def test_both_sides_see_writes(host: Device, exchange: object) -> None:
+    tensor, values = filled(host)
+    array = exchange(tensor[1:, ::2])  # type: ignore[operator]
+    tensor[2].fill_from(np.full(5, -7, np.int32))
+    assert array[1].tolist() == [-7, -7, -7]
+    if array.flags.writeable:
+        array[0, 0] = 99
+        assert tensor[1, 0].to_host() == 99
+
+
+@pytest.mark.parametrize("exchange", [np.from_dlpack, np.asarray, Tensor.numpy], ids=["dlpack", "interface", "numpy"])
+@pytest.mark.parametrize("size", [16, 1 << 20])
+def test_an_array_outlives_the_tensor_and_even_close(host: Device, exchange: object, size: int) -> None:
+    memory = host.allocate(4 * size)
+    tensor = Tensor(memory, host, dtype("int32"), (size,))
+    host.fill(tensor, 5, host.stream)
+    array = exchange(tensor)  # type: ignore[operator]
+    memory.close()
+    del tensor, memory
+    gc.collect()
+    host.tensor((size,), dtype("int32"))
+    assert (array == 5).all()
+
+
+def test_records_of_exported_tensors_are_dropped(device: Device) -> None:
+    from numba_kv.device.dlpack import _exported
+
+    gc.collect()
+    before = len(_exported)
+    tensor, _ = filled(device)
+    capsule = tensor.__dlpack__(stream=-1 if device.target == "cuda" else None)
+    assert len(_exported) == before + 1
+    del capsule  # nobody took it
+    gc.collect()
+    assert len(_exported) == before
+    if device.target != "cuda":
+        arrays = [np.from_dlpack(tensor) for _ in range(3)]
+        assert len(_exported) == before + 3
+        del arrays
+        gc.collect()
+        assert len(_exported) == before
+
+
+def test_an_array_that_lives_until_exit_does_no_harm() -> None:
+    code = (
+        "import numpy as np, sys\n"
+        "from numba_kv.device import create_device\n"
+        "from numba_kv.dtypes import dtype\n"
+        "sys.keep = np.from_dlpack(create_device('cpu').tensor((8,), dtype('int32')))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_dlpack_says_where_the_tensor_is(device: Device) -> None:
+    tensor, _ = filled(device)
+    place = (2, device.ordinal) if device.target == "cuda" else (1, 0)
+    assert tensor.__dlpack_device__() == place
+    with pytest.raises(InteropError, match="copy: True"):
+        tensor.__dlpack__(copy=True)
+    with pytest.raises(InteropError, match="is wanted, the tensor is on"):
+        tensor.__dlpack__(dl_device=(3, 7))
+    assert tensor.__dlpack__(dl_device=place, copy=False, max_version=(1, 0)) is not None
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "float8_e4m3"])
+def test_types_that_numpy_lacks_travel_with_their_codes(device: Device, kind: str) -> None:
+    import ctypes
+
+    from numba_kv.device.dlpack import _Managed
+
+    capsule = device.tensor((2,), dtype(kind)).__dlpack__()
+    at = ctypes.pythonapi.PyCapsule_GetPointer(ctypes.py_object(capsule), b"dltensor")
+    found = _Managed.from_address(at).tensor.dtype
+    assert (found.code, found.bits, found.lanes) == {"bfloat16": (4, 16, 1), "float8_e4m3": (10, 8, 1)}[kind]
+
+
+def test_the_cuda_interface_is_absent_on_the_host(host: Device) -> None:
+    tensor, _ = filled(host)
+    assert not hasattr(tensor, "__cuda_array_interface__")
+    assert hasattr(tensor, "__array_interface__")
+
+
+def test_a_closed_tensor_is_not_exchanged(host: Device) -> None:
+    memory = host.allocate(16)
+    tensor = Tensor(memory, host, dtype("int32"), (4,))
+    memory.close()
+    for exchange in (np.from_dlpack, np.asarray, Tensor.numpy):
+        with pytest.raises(StateError, match="given back"):
+            exchange(tensor)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize("kind", ["int32", "bfloat16"])
+def test_the_cuda_interface(device: Device, view: str, kind: str) -> None:
+    tensor, values = filled(device, kind)
+    part, expected = tensor[VIEWS[view]], values[VIEWS[view]]
+    interface = part.__cuda_array_interface__
+    assert interface["shape"] == expected.shape
+    assert interface["typestr"] == {"int32": "<i4", "bfloat16": "<u2"}[kind]
+    assert interface["data"] == (part.address if part.size else 0, False)
+    assert interface["strides"] == (None if part.is_contiguous else expected.strides)
+    assert interface["version"] == 3
+    assert interface["stream"] == device.stream.handle
+    assert not hasattr(tensor, "__array_interface__")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("exchange", [np.asarray, Tensor.numpy], ids=["interface", "numpy"])
+def test_numpy_is_told_to_copy(device: Device, exchange: object) -> None:
+    tensor, _ = filled(device)
+    with pytest.raises(InteropError, match=r"to_host\(\) copies it"):
+        exchange(tensor)  # type: ignore[operator]
