@@ -102,7 +102,7 @@ class SharedResources:
         return cls(config, plan, create_device(target, device, stream))
 
     def _build(self, plan: MemoryPlan) -> None:
-        self._owned.callback(self.device.stream.close)
+        self._owned.callback(lambda: self.device.stream.close())
         manager = HybridCacheManager(self.device, plan, self._take)
         self._owned.callback(manager.close)
         self.cache_managers.append(manager)
@@ -138,7 +138,7 @@ class SharedResources:
 
     def _take(self, name: str, nbytes: int) -> Memory:
         memory = self.device.allocate(nbytes)
-        self._owned.callback(memory.close, self.device.stream)
+        self._owned.callback(lambda: memory.close(self.device.stream))
         return memory
 
     def _tensor(self, name: str) -> Tensor:
@@ -186,6 +186,30 @@ class SharedResources:
         if len(named) != 1:
             raise InputError(f"window: {window} names {len(named)} of {', '.join(map(str, tables)) or 'no windows'}")
         return named[0]
+
+    def hand_over(self, stream: object) -> None:
+        """Move everything to another stream: it waits for the work enqueued so far, and takes all further work.
+
+        Parameters
+        ----------
+        stream : stream
+            As in `create_for_llm`; not None.
+
+        Raises
+        ------
+        InputError
+            If it is not a stream of the target.
+
+        Stream: enqueues an event and a wait; the host does not wait.
+        """
+        self._check_open()
+        if stream is None:
+            raise InputError("stream: None given; name the stream to move to")
+        old, new = self.device.stream, self.device.as_stream(stream)
+        if new.handle != old.handle or self.device.target != "cuda":
+            new.wait(old.record())
+            self.device.stream = new
+            self._owned.callback(old.close)  # an own stream lives on: work may still be pending on it
 
     def attach(self, user: object) -> None:
         """Lend the tables to `user`, one at a time.

@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Set
 from typing import Any
 
-from numba_kv.errors import CapacityError, InputError
+from numba_kv.batch.launches import DeviceCounts
+from numba_kv.device import Device, Tensor
+from numba_kv.device.interop import as_tensor
+from numba_kv.errors import CapacityError, InputError, ShapeError
+from numba_kv.kernels import layout
 
-__all__ = ["integer", "listed", "one_prompt", "prompt_length"]
+__all__ = ["at_least_one", "device_counts", "integer", "listed", "one_prompt", "positive", "prompt_length"]
 
 
 def integer(value: Any) -> int | None:
@@ -18,6 +22,22 @@ def integer(value: Any) -> int | None:
         return int(value.__index__())
     except TypeError:  # an array without axes has the method, whatever it holds
         return None
+
+
+def positive(value: Any, limit: int, purpose: str) -> int:
+    """Return `value` as an int from 1 to `limit`, the most tokens of a step.
+
+    Raises
+    ------
+    InputError
+        If it is none.
+    """
+    number = integer(value)
+    if number is None or number < 1:
+        raise InputError(f"tokens: {value!r} {purpose} is not a positive integer; leave out who appends nothing")
+    if number > limit:
+        raise InputError(f"tokens: {number} {purpose}, max_batch_tokens is {limit}; take several steps")
+    return number
 
 
 def listed(name: str, values: Any) -> list[Any]:
@@ -84,3 +104,42 @@ def prompt_length(prompt: Any, capacity: int) -> int:
             f"admit: a prompt of {number} tokens exceeds max_kv_cache_capacity {capacity}", needed=number, free=capacity
         )
     return number
+
+
+def at_least_one(name: str, value: Any) -> int:
+    """Return `value` as a positive int, or raise InputError."""
+    number = integer(value)
+    if number is None or number < 1:
+        raise InputError(f"{name}: {value!r} is not a positive integer")
+    return number
+
+
+def device_counts(device: Device, rows: int, counts: Any, take_back: Any, accepted: Any) -> DeviceCounts | None:
+    """Return the counts of a step that lie on the device, or None if none are given.
+
+    Raises
+    ------
+    InputError
+        If both `take_back` and `accepted` are given.
+    InteropError, ShapeError
+        If an array is not int32 [rows] in the memory of the target.
+    """
+    if counts is None and take_back is None and accepted is None:
+        return None
+    if take_back is not None and accepted is not None:
+        raise InputError("take_back and accepted say the same in two ways; give one of them")
+    number = _row_array(device, rows, "counts", counts)
+    if accepted is not None:
+        return DeviceCounts(number, _row_array(device, rows, "accepted", accepted), layout.ACCEPTED)
+    if take_back is not None:
+        return DeviceCounts(number, _row_array(device, rows, "take_back", take_back), layout.LAST_TAKE_BACK)
+    return DeviceCounts(number, None, layout.NO_BACK)
+
+
+def _row_array(device: Device, rows: int, name: str, value: Any) -> Tensor | None:
+    if value is None:
+        return None
+    tensor = as_tensor(device, value, name)
+    if tensor.dtype.name != "int32" or tensor.shape != (rows,) or not tensor.is_contiguous:
+        raise ShapeError(f"{name}: {tensor.dtype} {list(tensor.shape)} given, a dense int32 [{rows}] wanted (one a row)")
+    return tensor

@@ -11,19 +11,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from numba_kv.batch.arguments import integer, prompt_length
+from numba_kv.batch.arguments import at_least_one, device_counts, integer, listed, one_prompt, positive, prompt_length
 from numba_kv.batch.audit import AuditReport, audit_batch
-from numba_kv.batch.edits import EditBlock
-from numba_kv.batch.even_steps import EvenSteps
+from numba_kv.batch.capture import CapturedStep
 from numba_kv.batch.guard import CallGuard
-from numba_kv.batch.launches import StepLaunches
-from numba_kv.batch.permutation import cycles_of, fill_holes
+from numba_kv.batch.launches import DeviceCounts
+from numba_kv.batch.permutation import fill_holes
 from numba_kv.batch.sequence import Sequence
 from numba_kv.batch.stats import BatchStats
+from numba_kv.batch.stepper import Stepper
 from numba_kv.batch.view import StepView
 from numba_kv.errors import CapacityError, InputError, RewindTooFar, StateError
-from numba_kv.ledger.leases import plan_leases
-from numba_kv.ledger.rows import RowLedger
 from numba_kv.shared_resources import SharedResources
 
 if TYPE_CHECKING:
@@ -31,6 +29,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from numpy.typing import NDArray
+
 
 __all__ = ["Batch"]
 
@@ -54,18 +53,14 @@ class Batch:
             raise InputError(f"resources: {type(resources).__name__} is not a SharedResources")
         self.resources = resources
         self.plan = resources.plan
-        rows = self.plan.config.max_batch_size
         self._sequences: dict[int, Sequence] = {}
-        self._stats = BatchStats()
-        self._ledger = RowLedger(self.plan)
-        self._layout = np.zeros(rows, np.int64)  # counts that the device's layout says now
-        self._even = EvenSteps(rows)
+        self._rows = self.plan.config.max_batch_size
         self._guard = CallGuard(resources.device, "Batch")
         resources.attach(self)
         try:
             self._buffers = resources.cache_managers[0].step_buffers
             self._buffers.reset()
-            self._launches = StepLaunches(self._buffers)
+            self._stepper = Stepper(self._buffers, self._guard)
         except BaseException:
             self._guard.is_closed = True
             resources.detach(self)
@@ -92,9 +87,7 @@ class Batch:
 
         Stream: enqueues one copy and one kernel.
         """
-        if (tokens is None) == (num_tokens is None):
-            raise InputError("admit: give either tokens or num_tokens")
-        return self.update(admit=[num_tokens if tokens is None else tokens])[0]
+        return self.update(admit=[one_prompt(tokens, num_tokens)])[0]
 
     def retire(self, sequence: Sequence) -> None:
         """End a sequence: its row becomes empty and its pages are free.
@@ -130,42 +123,30 @@ class Batch:
 
         Stream: enqueues one copy and one kernel, whatever the number.
         """
+        retired, admitted = listed("retire", retire), listed("admit", admit)
         with self._guard:
-            leaving = [self._row_of(s, "retire") for s in retire]
+            leaving = [self._row_of(s, "retire") for s in retired]
             if len(set(leaving)) != len(leaving):
                 raise InputError("retire: a sequence is named twice")
-            prompts = [prompt_length(p, self.plan.config.max_kv_cache_capacity) for p in admit]
-            if len(prompts) > self._ledger.free_rows + len(leaving):
-                free = self._ledger.free_rows + len(leaving)
+            prompts = [prompt_length(p, self.plan.config.max_kv_cache_capacity) for p in admitted]
+            free = self._stepper.ledger.free_rows + len(leaving)
+            if len(prompts) > free:
                 raise CapacityError(
-                    f"rows: {len(prompts)} sequences are to be admitted, {free} of {len(self._layout)} rows are free; "
+                    f"rows: {len(prompts)} sequences are to be admitted, {free} of {self._rows} rows are free; "
                     "retire some or plan with a larger max_batch_size",
                     needed=len(prompts),
                     free=free,
                 )
             if not leaving and not prompts:
                 return []
-            self._change()
-            ledger = self._ledger
-            rows = ledger.peek_rows(len(prompts), leaving)
-            block = EditBlock()
-            for row in {**dict.fromkeys(leaving), **dict.fromkeys(rows)}:
-                rings = [ring[row] for ring in ledger.rings[1:]] if row in rows else None
-                bounds = (int(ledger.lo[row]), int(ledger.hi[row]))
-                block.reset(row, int(ledger.leased[row]), bounds, rings)
-            self._send(block)
+            rows = self._stepper.update(leaving, prompts)
             for row in leaving:
-                self._stats.rotated_pages += int(ledger.mapped_begin[1:, row].sum())
-                ledger.retire(row)
                 self._sequences.pop(row).state = "retired"
             made = []
             for row, prompt in zip(rows, prompts, strict=True):
-                ledger.admit(row, prompt)
-                sequence = Sequence(self, row, int(ledger.generation[row]), prompt)
+                sequence = Sequence(self, row, int(self._stepper.ledger.generation[row]), prompt)
                 self._sequences[row] = sequence
                 made.append(sequence)
-            self._stats.retired += len(leaving)
-            self._stats.admitted += len(made)
             return made
 
     def compact(self, order: Iterable[Sequence] | None = None) -> dict[Sequence, int]:
@@ -189,42 +170,44 @@ class Batch:
 
         Stream: enqueues one copy and one kernel if anything moves. Cost: O(table rows moved).
         """
+        given = None if order is None else listed("order", order)
         with self._guard:
-            rows = len(self._layout)
-            if order is None:
-                sources = fill_holes(self._ledger.live)
+            if given is None:
+                sources = fill_holes(self._stepper.ledger.live)
             else:
-                wanted = [self._row_of(s, "order") for s in order]
+                wanted = [self._row_of(s, "order") for s in given]
                 if sorted(wanted) != sorted(self._sequences):
                     raise InputError(
                         f"order: {len(wanted)} sequences given, the {len(self._sequences)} active ones once each wanted"
                     )
-                sources = np.array(wanted + [r for r in range(rows) if r not in set(wanted)], np.int64)
-            moved = np.flatnonzero(sources != np.arange(rows))
+                rest = [row for row in range(self._rows) if row not in self._sequences]
+                sources = np.array(wanted + rest, np.int64)
+            moved = np.flatnonzero(sources != np.arange(self._rows))
             if not len(moved):
                 return {}
-            self._change()
-            self._guard.is_enqueueing = True
-            self._count_bytes(lambda: self._launches.permute(cycles_of(sources)))
-            self._ledger.permute(sources)
-            self._layout = self._layout[sources]
-            self._layout[:] = -1  # the device still has the old order: send counts with the next step
-            self._sequences = {
-                int(to): self._sequences[int(sources[to])] for to in range(rows) if int(sources[to]) in self._sequences
-            }
+            self._stepper.permute(sources)
+            before = self._sequences
+            self._sequences = {to: before[source] for to, source in enumerate(sources.tolist()) if source in before}
             for row, sequence in self._sequences.items():
                 sequence.row = row
-            return {self._sequences[int(row)]: int(row) for row in moved if int(row) in self._sequences}
+            return {self._sequences[row]: row for row in moved.tolist() if row in self._sequences}
 
     # -- steps ---------------------------------------------------------------------------------------------------
 
-    def step(self, tokens: int | Mapping[Sequence, int] = 1) -> StepView:
+    def step(
+        self, tokens: int | Mapping[Sequence, int] = 1, *, counts: Any = None, take_back: Any = None, accepted: Any = None
+    ) -> StepView:
         """Append tokens: all bookkeeping of one forward pass.
 
         Parameters
         ----------
         tokens : int or mapping of Sequence to int
             Tokens of every sequence, or of those named; the others append nothing. Any mix of prefill and decode.
+        counts : int32 device array [B], optional
+            Tokens that each row really appends, at most what `tokens` says; the places of the others get slot -1. Decided
+            on the device, for example by a sampler.
+        take_back, accepted : int32 device array [B], optional
+            Tokens of each row's last step that are taken back first, or (the other way round) that stay. Not both.
 
         Returns
         -------
@@ -240,16 +223,26 @@ class Batch:
         CapacityError
             If a row would exceed its capacity, or the pool has too few pages; nothing was changed.
 
+        InteropError, ShapeError
+            If a device array is not int32 [B] in the memory of the target.
+
+        Notes
+        -----
+        With device arrays the host knows lengths only within bounds; pages are leased for the longest case. What needs an
+        exact length is refused until `sync_lengths`. A row that cannot take its step is left as it is, its slots are -1
+        and its status word is set.
+
         Stream: enqueues one kernel; with new rows, counts or pages one copy and one kernel before it; with more than 8
         tokens in a row one more after it, with more than `max_step_tokens` and windows another. Cost: no allocation, and
         no byte sent if every sequence appends what it did the step before and pages are there.
         """
         with self._guard:
+            driven = self._driven(counts, take_back, accepted)
             if isinstance(tokens, Mapping):
-                return self._step(self._counts(tokens))
-            if self._even.repeats(tokens):
-                return self._step_again()
-            return self._step(self._even_counts(tokens), even=True)
+                return self._stepper.step(self._counts(tokens), driven=driven)
+            if driven is None and self._stepper.repeats(tokens):
+                return self._stepper.step_again()
+            return self._stepper.step(self._even_counts(tokens), even=True, driven=driven)
 
     def rewind(self, tokens: Mapping[Sequence, int]) -> None:
         """Take back the last tokens of sequences, as if they had never been appended.
@@ -272,12 +265,12 @@ class Batch:
         with self._guard:
             if not isinstance(tokens, Mapping) or not tokens:
                 raise InputError("rewind: a mapping of at least one sequence to its tokens is wanted")
-            self._change()
-            ledger = self._ledger
-            back = np.zeros(len(self._layout), np.int64)
+            self._stepper.settle()
+            ledger = self._stepper.ledger
+            back = np.zeros(self._rows, np.int64)
             for sequence, count in tokens.items():
                 row = self._row_of(sequence, "rewind")
-                length = int(ledger.lo[row])
+                length = self._exact_length(row, "rewind")
                 number = integer(count)
                 if number is None or not 1 <= number <= length:
                     raise InputError(f"rewind: {count!r} tokens of {sequence!r} is not in 1..{length} (its length)")
@@ -285,15 +278,101 @@ class Batch:
                 if problem:
                     raise RewindTooFar(f"rewind: {sequence!r} cannot go back to {length - number} tokens: {problem}")
                 back[row] = number
-            block = EditBlock()
-            block.set_take_back(back)
-            self._send(block)
+            self._stepper.rewind(back)
+
+    def sync_lengths(self) -> None:
+        """Read the lengths from the device, so that the host knows them exactly again.
+
+        Stream: waits, if device counts were used since the last call; else host only.
+        """
+        with self._guard:
+            self._stepper.learn()
+
+    # -- capture -------------------------------------------------------------------------------------------------
+
+    def capture(self, tokens: int = 1, *, counts: Any = None, take_back: Any = None, accepted: Any = None) -> CapturedStep:
+        """Capture a step that appends `tokens` to every active sequence, to be replayed without the host.
+
+        The captured step reads rows, lengths and pages from the device when it runs: it stays right when sequences join,
+        leave or move, for any batch of the same resources. Retired rows write nothing.
+
+        Parameters
+        ----------
+        tokens : int
+            Tokens of a row, at most `max_step_tokens`.
+        counts, take_back, accepted : int32 device array [B], optional
+            As in `step`, read at each replay.
+
+        Raises
+        ------
+        InputError, InteropError, ShapeError
+            If an argument is wrong.
+
+        Stream: enqueues nothing. Cost: one graph.
+        """
+        with self._guard:
+            number = self._captured_tokens(tokens)
+            return CapturedStep(self, self._stepper, self._guard, number, self._driven(counts, take_back, accepted))
+
+    def enqueue_step(
+        self, stream: object, tokens: int = 1, *, counts: Any = None, take_back: Any = None, accepted: Any = None
+    ) -> None:
+        """Enqueue the kernels of a step into a capture of the caller's own, or on the resources' stream.
+
+        Allocates, compiles, synchronises and sends nothing, and touches no other stream. The host notes nothing: call
+        `reserve` before and `advanced` after the steps have run.
+
+        Parameters
+        ----------
+        stream : stream
+            A capturing stream (torch, cuda.core GraphBuilder, handle), or `resources.stream`.
+        tokens, counts, take_back, accepted
+            As in `capture`.
+
+        Raises
+        ------
+        StateError
+            If `stream` is another stream that is not capturing: work there has no order with the batch's own.
+        """
+        with self._guard:
+            number = self._captured_tokens(tokens)
+            driven = self._driven(counts, take_back, accepted)
+            target = self.resources.device.as_capturing_stream(stream)
             self._guard.is_enqueueing = True
-            self._launches.rewind()
-            self._stats.launches += 1
-            for row in np.flatnonzero(back):
-                ledger.note_rewind(int(row), int(ledger.lo[row] - back[row]))
-            self._stats.rewinds += len(tokens)
+            self._stepper.enqueue(number, driven, target)
+
+    def reserve(self, steps: int, tokens: int = 1) -> None:
+        """Map the pages that `steps` steps of `tokens` tokens need, before they run without the host.
+
+        Raises
+        ------
+        InputError
+            If an argument is not a positive integer.
+        StateError
+            If no sequence is active, or one has unprefilled tokens.
+        CapacityError
+            If a row or the pool does not hold that many; nothing was changed.
+
+        Stream: enqueues at most one copy and one kernel.
+        """
+        with self._guard:
+            number = self._captured_tokens(tokens)
+            self._stepper.reserve(self._even_counts(number), at_least_one("steps", steps))
+
+    def advanced(self, steps: int, tokens: int = 1, *, counts: Any = None, take_back: Any = None, accepted: Any = None) -> None:
+        """Note that `steps` steps of `tokens` tokens ran without the host, with the same arguments as they were enqueued.
+
+        Raises
+        ------
+        StateError
+            If more steps are noted than `reserve` made room for.
+
+        Stream: host only.
+        """
+        with self._guard:
+            number = self._captured_tokens(tokens)
+            driven = self._driven(counts, take_back, accepted)
+            self._stepper.advanced(number, at_least_one("steps", steps), driven)
 
     # -- questions -----------------------------------------------------------------------------------------------
 
@@ -305,26 +384,32 @@ class Batch:
     @property
     def free_rows(self) -> int:
         """Rows without a sequence."""
-        return self._ledger.free_rows
+        self._guard.check_open()
+        return self._stepper.ledger.free_rows
 
     @property
     def free_pages(self) -> int:
         """Pages of the full-attention pool that no row holds."""
-        return self._ledger.pool.free_pages
+        self._guard.check_open()
+        return self._stepper.ledger.pool.free_pages
 
     def can_admit(self, num_tokens: int = 1) -> bool:
         """Return whether a row is free and the pool holds a prompt of `num_tokens` now."""
-        full, pool = self.plan.groups[0], self._ledger.pool
-        if num_tokens > self.plan.config.max_kv_cache_capacity or not self._ledger.free_rows:
+        number = integer(num_tokens)
+        if number is None or number < 1:
+            raise InputError(f"num_tokens: {num_tokens!r} is not a positive integer")
+        full = self.plan.groups[0]
+        if number > self.plan.config.max_kv_cache_capacity or not self.free_rows:
             return False
-        return full.is_empty or -(-num_tokens // full.page_tokens) <= pool.free_pages
+        return full.is_empty or -(-number // full.page_tokens) <= self.free_pages
 
     @property
     def stats(self) -> BatchStats:
         """Counters; a copy."""
-        self._settle()
-        copy = BatchStats(**vars(self._stats))
-        copy.rotated_pages += int(self._ledger.mapped_begin[1:, self._ledger.live].sum())
+        self._stepper.settle()
+        copy = BatchStats(**vars(self._stepper.stats))
+        ledger = self._stepper.ledger
+        copy.rotated_pages += int(ledger.mapped_begin[1:, ledger.live].sum())
         return copy
 
     def audit(self) -> AuditReport:
@@ -335,21 +420,20 @@ class Batch:
         InvariantError
             Naming the first disagreement.
 
-        Stream: waits. Cost: reads every table once.
+        Stream: waits. Cost: reads every table once. Lengths that came from the device are read first.
         """
         with self._guard:
-            self._settle()
-            return audit_batch(self._ledger, self._buffers)
+            self._stepper.learn()
+            return audit_batch(self._stepper.ledger, self._buffers)
 
     def close(self) -> None:
         """Retire everything and give the tables back, once. A second call does nothing."""
-        if self._guard.is_closed:
+        if not self._guard.close():
             return
-        self._guard.is_closed = True
         for sequence in self._sequences.values():
             sequence.state = "retired"
         self._sequences.clear()
-        self._launches.close()
+        self._stepper.close()
         self._buffers.reset()
         self.resources.detach(self)
 
@@ -360,109 +444,12 @@ class Batch:
         self.close()
 
     def __repr__(self) -> str:
-        return f"Batch({len(self._sequences)} of {len(self._layout)} rows)"
+        return f"Batch({len(self._sequences)} of {self._rows} rows)"
 
-    # -- the step path -------------------------------------------------------------------------------------------
-
-    def _step(self, counts: NDArray[np.int64], even: bool = False) -> StepView:
-        self._change()
-        ledger, config = self._ledger, self.plan.config
-        total, longest = int(counts.sum()), int(counts.max(initial=0))
-        if total > config.max_batch_tokens:
-            raise InputError(f"tokens: {total} in one step, max_batch_tokens is {config.max_batch_tokens}; take several steps")
-        self._check_capacity(counts)
-        leases = plan_leases(ledger, counts)
-        block = EditBlock()
-        ids = self._lease(leases.rows, leases.targets, block) if leases is not None else None
-        if not np.array_equal(counts, self._layout):
-            block.set_layout(counts, np.concatenate([[0], np.cumsum(counts)]))
-        if block:
-            self._send(block)
-        self._guard.is_enqueueing = True
-        self._stats.launches += self._launches.step(total, longest, longest > config.max_step_tokens)
-        if leases is not None and ids is not None:
-            ledger.move_pages(leases.rows, leases.targets, ids)
-        ledger.note_step(counts)
-        self._layout = counts
-        self._stats.steps += 1
-        self._stats.tokens += total
-        self._stats.page_blocks += leases is not None
-        upper = int(ledger.hi.max())
-        last_row = int(np.flatnonzero(ledger.live)[-1])
-        view = StepView(self._buffers, last_row + 1, total, longest, upper, True, longest > config.max_step_tokens)
-        if even:
-            self._stats.decode_steps += 1
-            self._even.start(longest, counts, total, view, self._headroom())
-        return view
-
-    def _step_again(self) -> StepView:
-        """Repeat an even step: nothing is sent, nothing is decided."""
-        even = self._even
-        stats, device = self._stats, self.resources.device
-        before = device.bytes_to_device
-        self._guard.is_enqueueing = True
-        stats.launches += self._launches.step(even.total, even.count, even.is_long)
-        even.again()
-        stats.steps += 1
-        stats.decode_steps += 1
-        stats.tokens += even.total
-        stats.steady_bytes_to_device += device.bytes_to_device - before
-        return StepView(self._buffers, even.num_rows, even.total, even.count, even.upper, True, even.is_long)
-
-    def _settle(self) -> None:
-        """Bring the host mirror up to date after repeated even steps."""
-        repeats = self._even.take_repeats()
-        if repeats:
-            self._ledger.note_even_steps(repeats * self._even.counts, self._even.counts)
-
-    def _change(self) -> None:
-        """Begin a call that changes more than an even step does."""
-        self._settle()
-        self._even.end()
-
-    def settled_length(self, row: int) -> int:
-        """Return a row's length, repeated even steps included (for Sequence)."""
-        self._settle()
-        return int(self._ledger.hi[row])
-
-    def _headroom(self) -> int:
-        """Return the tokens that every live row can still take without a new page."""
-        ledger, full = self._ledger, self.plan.groups[0]
-        limit = np.full(len(ledger.hi), self.plan.config.max_kv_cache_capacity)
-        if not full.is_empty:
-            np.minimum(limit, ledger.leased * full.page_tokens, out=limit)
-        return int((limit - ledger.hi)[ledger.live].min())
-
-    def _check_capacity(self, counts: NDArray[np.int64]) -> None:
-        capacity = self.plan.config.max_kv_cache_capacity
-        over = np.flatnonzero((self._ledger.hi + counts > capacity) & (counts > 0))
-        if len(over):
-            row = int(over[0])
-            length = int(self._ledger.hi[row])
-            raise CapacityError(
-                f"tokens: {int(counts[row])} more for {self._sequences[row]!r} of length {length} exceed "
-                f"max_kv_cache_capacity {capacity}",
-                needed=int(counts[row]),
-                free=capacity - length,
-            )
-
-    def _lease(self, rows: NDArray[np.int64], targets: NDArray[np.int64], block: EditBlock) -> NDArray[np.int32]:
-        """Write into `block` how pages move between the pool and rows; return the ids that rows get, row after row."""
-        ledger = self._ledger
-        held, wanted = ledger.leased[rows], targets[rows]
-        ids = ledger.peek_pages(rows, targets)
-        block.set_pages(rows, np.minimum(held, wanted), np.maximum(wanted - held, 0), ids, held)
-        return ids
-
-    def _send(self, block: EditBlock) -> None:
-        self._guard.is_enqueueing = True
-        self._count_bytes(lambda: self._launches.apply(block))
-
-    def _count_bytes(self, work: Any) -> None:
-        before = self.resources.device.bytes_to_device
-        work()
-        self._stats.launches += 1
-        self._stats.bytes_to_device += self.resources.device.bytes_to_device - before
+    def length_of(self, row: int) -> int:
+        """Return the exact length of a row (for Sequence); raise StateError if the host only knows bounds."""
+        self._stepper.settle()
+        return self._exact_length(row, "length")
 
     # -- checks --------------------------------------------------------------------------------------------------
 
@@ -473,29 +460,44 @@ class Batch:
             raise StateError(f"{call}: {sequence!r} is not active in this batch")
         return sequence.row
 
+    def _exact_length(self, row: int, call: str) -> int:
+        low, high = int(self._stepper.ledger.lo[row]), int(self._stepper.ledger.hi[row])
+        if low != high:
+            raise StateError(
+                f"{call}: {self._sequences[row]!r} is {low} to {high} tokens long, as the device decided; "
+                "call sync_lengths() first"
+            )
+        return high
+
     def _counts(self, tokens: Mapping[Sequence, int]) -> NDArray[np.int64]:
         if not tokens:
             raise InputError("tokens: the mapping is empty; name at least one sequence")
-        counts = np.zeros(len(self._layout), np.int64)
+        counts = np.zeros(self._rows, np.int64)
         for sequence, count in tokens.items():
             row = self._row_of(sequence, "step")
-            number = integer(count)
-            if number is None or number < 1:
-                raise InputError(f"tokens: {count!r} for {sequence!r} is not a positive integer; leave out who appends nothing")
-            counts[row] = number
+            counts[row] = positive(count, self.plan.config.max_batch_tokens, f"for {sequence!r}")
         return counts
 
     def _even_counts(self, tokens: Any) -> NDArray[np.int64]:
-        number = integer(tokens)
-        if number is None or number < 1:
-            raise InputError(f"tokens: {tokens!r} is neither a positive integer nor a mapping of sequences to counts")
+        number = positive(tokens, self.plan.config.max_batch_tokens, "for every sequence")
         if not self._sequences:
             raise StateError("step: no sequence is active; admit one first")
-        self._settle()
-        waiting = np.flatnonzero(self._ledger.prompt > self._ledger.hi)
+        self._stepper.settle()
+        ledger = self._stepper.ledger
+        waiting = np.flatnonzero(ledger.prompt > ledger.hi)
         if len(waiting):
             sequence = self._sequences[int(waiting[0])]
             raise StateError(
-                f"step: {sequence!r} has {sequence.pending_tokens} unprefilled tokens; name sequences and counts in a mapping"
+                f"step: {sequence!r} has {int(ledger.prompt[waiting[0]] - ledger.hi[waiting[0]])} unprefilled tokens; "
+                "name sequences and counts in a mapping"
             )
-        return np.where(self._ledger.live, number, 0)
+        return np.where(ledger.live, number, 0)
+
+    def _driven(self, counts: Any, take_back: Any, accepted: Any) -> DeviceCounts | None:
+        return device_counts(self.resources.device, self._rows, counts, take_back, accepted)
+
+    def _captured_tokens(self, tokens: Any) -> int:
+        number, limit = integer(tokens), self.plan.config.max_step_tokens
+        if number is None or not 1 <= number <= limit:
+            raise InputError(f"tokens: {tokens!r} is not in 1..{limit} (max_step_tokens); longer steps cannot be captured")
+        return number

@@ -32,20 +32,49 @@ class CallGuard:
         self.poison: BaseException | None = None
 
     def __enter__(self) -> None:
-        if not self._lock.acquire(blocking=False):
-            raise StateError(f"{self._name} is in use by another thread; calls must not overlap")
-        if self.is_closed or self.poison is not None:
+        self._acquire()
+        try:
+            self.check_open()
+            if self.poison is not None:
+                reason = f"{self._name} failed while work was being enqueued ({self.poison!r}); close it"
+                raise StateError(reason) from self.poison
+            thread = threading.get_ident()
+            if thread != self._thread:
+                self._device.make_current()
+                self._thread = thread
+        except BaseException:
             self._lock.release()
-            if self.is_closed:
-                raise StateError(f"{self._name} is closed")
-            raise StateError(f"{self._name} failed while work was being enqueued ({self.poison!r}); close it") from self.poison
-        thread = threading.get_ident()
-        if thread != self._thread:
-            self._thread = thread
-            self._device.make_current()
+            raise
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if error is not None and (self.is_enqueueing or not isinstance(error, NumbaKVError)):
             self.poison = error
         self.is_enqueueing = False
         self._lock.release()
+
+    def check_open(self) -> None:
+        """Raise StateError after `close`."""
+        if self.is_closed:
+            raise StateError(f"{self._name} is closed")
+
+    def close(self) -> bool:
+        """Refuse every later call; return False if `close` was called before. The thread's device is right afterwards.
+
+        Raises
+        ------
+        StateError
+            If a call is running in another thread.
+        """
+        if self.is_closed:
+            return False
+        self._acquire()
+        try:
+            self._device.make_current()
+            self.is_closed = True
+        finally:
+            self._lock.release()
+        return True
+
+    def _acquire(self) -> None:
+        if not self._lock.acquire(blocking=False):
+            raise StateError(f"{self._name} is in use by another thread; calls must not overlap")

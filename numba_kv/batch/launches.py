@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from numba_kv.device import Staging
+from numba_kv.kernels import layout
 from numba_kv.kernels.advance import advance
 from numba_kv.kernels.edit import apply_edits, permute_rows
 from numba_kv.kernels.slots import fill_carry, fill_slots
@@ -14,11 +17,45 @@ from numba_kv.kernels.slots import fill_carry, fill_slots
 if TYPE_CHECKING:
     from numba_kv.batch.edits import EditBlock
     from numba_kv.cache.step_buffers import StepBuffers
+    from numba_kv.device import Stream, Tensor
+    from numba_kv.kernels.jit import Launch
 
-__all__ = ["SHORT_STEP_TOKENS", "StepLaunches"]
+__all__ = ["ADVANCE_THREADS", "SHORT_STEP_TOKENS", "DeviceCounts", "StepLaunches"]
 
 #: Up to here `advance` itself writes a row's slots and positions.
 SHORT_STEP_TOKENS = 8
+#: Threads of a block of `advance`: rows are latency-bound, so small blocks spread them over the device.
+ADVANCE_THREADS = 32
+#: Bound launches kept for counts of callers.
+_MAX_DRIVEN = 8
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceCounts:
+    """Counts of a step that lie on the device.
+
+    Attributes
+    ----------
+    counts : Tensor or None
+        int32 [B]: tokens that each row appends, at most what the step's layout gives it.
+    back : Tensor or None
+        int32 [B]: see `back_mode`.
+    back_mode : int
+        `NO_BACK`, `TAKE_BACK` or `ACCEPTED` of `kernels/layout.py`.
+    """
+
+    counts: Tensor | None
+    back: Tensor | None
+    back_mode: int
+
+    @property
+    def key(self) -> tuple[int, int, int]:
+        """Addresses and mode: what a bound launch depends on."""
+        return (
+            0 if self.counts is None else self.counts.address,
+            0 if self.back is None else self.back.address,
+            self.back_mode,
+        )
 
 
 class StepLaunches:
@@ -39,25 +76,25 @@ class StepLaunches:
             for name in ("lengths", "high_water", "floors", "leased", "status", "mapped_begin", "groups")
         }
         tables = {name: arena[name] for name in ("page_tables", "block_tables")}
-        self._advance = advance.bind(
-            self._device,
-            {
-                **state,
-                **tables,
-                "counts": buffers.counts,
-                "take_back": buffers.take_back,
-                "cu_seqlens_q": buffers.cu_seqlens_q,
-                "slot_mapping": arena["slot_mapping"],
-                "positions": buffers.positions,
-                "seq_lens": buffers.seq_lens,
-                "context_lens": buffers.context_lens,
-                "capacity": config.max_kv_cache_capacity,
-                "use_counts": 1,
-                "use_take_back": 0,
-                "write_slots": 1,
-            },
-            threads=32,
-        )
+        self._advance_values: dict[str, Tensor | int] = {
+            **state,
+            **tables,
+            "counts": buffers.counts,
+            "take_back": buffers.take_back,
+            "cu_seqlens_q": buffers.cu_seqlens_q,
+            "slot_mapping": arena["slot_mapping"],
+            "positions": buffers.positions,
+            "seq_lens": buffers.seq_lens,
+            "context_lens": buffers.context_lens,
+            "capacity": config.max_kv_cache_capacity,
+            "use_counts": 1,
+            "back_mode": layout.NO_BACK,
+            "write_slots": 1,
+        }
+        self._short = self._bind_advance(write_slots=1)
+        self._long = self._bind_advance(write_slots=0)
+        self._rewind = self._bind_advance(use_counts=0, back_mode=layout.TAKE_BACK, write_slots=0)
+        self._driven: OrderedDict[tuple[int, int, int, bool], Launch] = OrderedDict()
         self._apply = apply_edits.bind(
             self._device,
             {
@@ -101,11 +138,13 @@ class StepLaunches:
             },
         )
 
-    def step(self, num_tokens: int, longest: int, is_long: bool) -> int:
+    def step(self, num_tokens: int, longest: int, is_long: bool, stream: Stream, driven: DeviceCounts | None = None) -> int:
         """Enqueue a step whose layout the device already has. Returns the number of kernels."""
-        stream = self._device.stream
         short = longest <= SHORT_STEP_TOKENS
-        self._advance(self._rows, stream, use_counts=1, use_take_back=0, write_slots=int(short))
+        if driven is None:
+            (self._short if short else self._long)(self._rows, stream)
+        else:
+            self._advance_driven(driven, short)(self._rows, stream)
         launches = 1
         if not short:
             self._fill_slots(-(-num_tokens // self._tile), stream, num_tokens=num_tokens)
@@ -117,7 +156,25 @@ class StepLaunches:
 
     def rewind(self) -> None:
         """Enqueue a rewind by the take-back counts that the device already has."""
-        self._advance(self._rows, self._device.stream, use_counts=0, use_take_back=1, write_slots=0)
+        self._rewind(self._rows, self._device.stream)
+
+    def _bind_advance(self, **changes: Tensor | int) -> Launch:
+        return advance.bind(self._device, {**self._advance_values, **changes}, threads=ADVANCE_THREADS)
+
+    def _advance_driven(self, driven: DeviceCounts, short: bool) -> Launch:
+        """Return the launch that reads the caller's counts in place; the last few stay bound."""
+        key = (*driven.key, short)
+        launch = self._driven.get(key)
+        if launch is None:
+            changes: dict[str, Tensor | int] = {"back_mode": driven.back_mode, "write_slots": int(short)}
+            if driven.counts is not None:
+                changes["counts"] = driven.counts
+            if driven.back is not None:
+                changes["take_back"] = driven.back
+            launch = self._driven[key] = self._bind_advance(**changes)
+            if len(self._driven) > _MAX_DRIVEN:
+                self._driven.popitem(last=False)
+        return launch
 
     def apply(self, block: EditBlock) -> None:
         """Send a composition change: one copy, one kernel."""

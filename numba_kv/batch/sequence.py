@@ -46,11 +46,11 @@ class Sequence:
         Raises
         ------
         StateError
-            If it is retired.
+            If it is retired, or if device counts decided and `Batch.sync_lengths` was not called since.
         """
         if self.state != "active":
             raise StateError(f"{self!r} is retired and has no length")
-        return self._batch.settled_length(self.row)
+        return self._batch.length_of(self.row)
 
     @property
     def pending_tokens(self) -> int:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import ctypes
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from operator import index
 from typing import TYPE_CHECKING, Any
 
+from numba_kv.device.graph import CudaGraph, Graph, HostGraph
 from numba_kv.device.memory import Memory, MemoryStats, host_memory, pinned_memory
 from numba_kv.device.stream import CudaStream, HostStream, Stream, stream_handle
 from numba_kv.device.target import resolve_target
 from numba_kv.device.tensor import Tensor
 from numba_kv.dtypes import DType
-from numba_kv.errors import CapacityError, DeviceError, InputError, InteropError, ShapeError
+from numba_kv.errors import CapacityError, DeviceError, InputError, InteropError, ShapeError, StateError
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -65,6 +67,20 @@ class Device(ABC):
     @abstractmethod
     def as_stream(self, stream: object | None) -> Stream:
         """Return `stream` as a Stream of this device; None gives a new one."""
+
+    @abstractmethod
+    def as_capturing_stream(self, stream: object) -> Stream:
+        """Return `stream` if work may be enqueued there: it is the device's own, or is being captured.
+
+        Raises
+        ------
+        StateError
+            Otherwise.
+        """
+
+    @abstractmethod
+    def capture(self, work: Callable[[Stream], None]) -> Graph:
+        """Capture what `work` enqueues on the stream that it is given. Nothing runs."""
 
     @abstractmethod
     def copy_to_device(self, destination: int, source: int, nbytes: int, stream: Stream) -> None:
@@ -188,6 +204,14 @@ class HostDevice(Device):
             return stream
         raise InputError(f"stream: {stream!r} cannot be used on the {self.target!r} target; pass None")
 
+    def as_capturing_stream(self, stream: object) -> Stream:
+        """Return a host stream."""
+        return self.as_stream(stream)
+
+    def capture(self, work: Callable[[Stream], None]) -> Graph:
+        """Return a graph that calls `work` again."""
+        return HostGraph(work)
+
     def copy_to_device(self, destination: int, source: int, nbytes: int, stream: Stream) -> None:
         """Copy bytes."""
         ctypes.memmove(destination, source, nbytes)
@@ -267,6 +291,24 @@ class CudaDevice(Device):
                 "stream: 0 is the legacy default stream, which orders nothing with other streams; pass a stream or None"
             )
         return CudaStream(NativeStream.from_handle(handle), owns=False, owner=stream)
+
+    def as_capturing_stream(self, stream: object) -> Stream:
+        """Return `stream`; no driver object is made, so that a capture is not disturbed."""
+        from cuda.bindings import driver
+
+        handle = stream_handle(stream)
+        if handle == self.stream.handle:
+            return self.stream
+        status = check_driver(driver.cuStreamIsCapturing(driver.CUstream(handle)), "capture query")
+        if status != driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_ACTIVE:
+            raise StateError(
+                f"stream: 0x{handle:x} is neither the resources' stream nor being captured; hand_over() moves the resources"
+            )
+        return CudaStream.of_address(handle, stream)
+
+    def capture(self, work: Callable[[Stream], None]) -> Graph:
+        """Capture through cuda.core's graph builder."""
+        return CudaGraph(self, work)
 
     def copy_to_device(self, destination: int, source: int, nbytes: int, stream: Stream) -> None:
         """Enqueue a copy; page-locked sources must not change before it has run."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 from typing import TYPE_CHECKING, Any
 
@@ -48,6 +49,13 @@ class _Managed(ctypes.Structure):
     pass
 
 
+#: The interpreter's own functions under types of ours: those of `ctypes.pythonapi` itself are everybody's.
+_PyCapsule_IsValid = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_char_p)(("PyCapsule_IsValid", ctypes.pythonapi))
+_PyCapsule_GetPointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p)(
+    ("PyCapsule_GetPointer", ctypes.pythonapi)
+)
+_Py_IncRef = ctypes.PYFUNCTYPE(None, ctypes.py_object)(("Py_IncRef", ctypes.pythonapi))
+
 _Deleter = ctypes.CFUNCTYPE(None, ctypes.POINTER(_Managed))
 _Managed._fields_ = (("tensor", _DLTensor), ("context", ctypes.c_void_p), ("deleter", _Deleter))
 
@@ -64,17 +72,23 @@ _deleter = _Deleter(_release)
 
 def _release_unused(capsule: int) -> None:
     """Free the record of a capsule that nobody consumed."""
-    if ctypes.pythonapi.PyCapsule_IsValid(ctypes.c_void_p(capsule), b"dltensor"):
-        _exported.pop(ctypes.pythonapi.PyCapsule_GetPointer(ctypes.c_void_p(capsule), b"dltensor"), None)
+    if _PyCapsule_IsValid(capsule, b"dltensor"):
+        _exported.pop(_PyCapsule_GetPointer(capsule, b"dltensor"), None)
 
 
 _CapsuleDestructor = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 _capsule_destructor = _CapsuleDestructor(_release_unused)
-ctypes.pythonapi.PyCapsule_IsValid.argtypes = (ctypes.c_void_p, ctypes.c_char_p)
-ctypes.pythonapi.PyCapsule_GetPointer.argtypes = (ctypes.c_void_p, ctypes.c_char_p)
-ctypes.pythonapi.PyCapsule_GetPointer.restype = ctypes.c_void_p
-ctypes.pythonapi.PyCapsule_New.argtypes = (ctypes.c_void_p, ctypes.c_char_p, _CapsuleDestructor)
-ctypes.pythonapi.PyCapsule_New.restype = ctypes.py_object
+_PyCapsule_New = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_char_p, _CapsuleDestructor)(
+    ("PyCapsule_New", ctypes.pythonapi)
+)
+
+
+@atexit.register
+def _leave_to_consumers() -> None:
+    """Keep what is still exported, without a deleter: a consumer may let go when no Python code can run any more."""
+    for managed, *_ in _exported.values():
+        managed.deleter = _Deleter()
+    _Py_IncRef(_exported)
 
 
 def device_of(tensor: Tensor) -> tuple[int, int]:
@@ -100,4 +114,4 @@ def to_capsule(tensor: Tensor) -> Any:
     managed.deleter = _deleter
     address = ctypes.addressof(managed)
     _exported[address] = (managed, shape, strides, tensor)
-    return ctypes.pythonapi.PyCapsule_New(address, b"dltensor", _capsule_destructor)
+    return _PyCapsule_New(address, b"dltensor", _capsule_destructor)

@@ -29,7 +29,7 @@ def ptx_to_cubin(ptx: str, compute_capability: tuple[int, int]) -> tuple[bytes, 
     options = LinkerOptions(arch=arch, ptxas_options=["-v"])
     linker = Linker(ObjectCode.from_ptx(ptx.encode()), options=options)
     code = linker.link("cubin").code
-    log = linker.get_info_log() or ""
+    log = (linker.get_info_log() or "").rstrip("\0")
     linker.close()
     return bytes(code), log
 

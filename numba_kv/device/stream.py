@@ -6,6 +6,7 @@ the order that a program states.
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 from numba_kv.errors import InputError, StateError
@@ -86,6 +87,11 @@ class CudaStream(Stream):
         self.driver_stream = driver.CUstream(self.handle)
         self._owns = owns
         self._owner = owner  # a foreign stream lives as long as its own object
+
+    @classmethod
+    def of_address(cls, handle: int, owner: object) -> CudaStream:
+        """Return a stream that can only be launched on: no driver call is made for it."""
+        return cls(SimpleNamespace(handle=handle), owns=False, owner=owner)
 
     def __cuda_stream__(self) -> tuple[int, int]:
         """Return the protocol's version and the stream address."""

@@ -14,12 +14,14 @@ import numpy as np
 
 from numba_kv.kernels.jit import kernel, routine
 from numba_kv.kernels.layout import (
+    ACCEPTED,
     BAD_COUNT,
     BLOCK_AT,
     CHUNKED,
     EMPTY,
     FULL,
     KIND,
+    NO_BACK,
     NUM_PAGES,
     OVER_CAPACITY,
     PAGE_MISSING,
@@ -29,6 +31,7 @@ from numba_kv.kernels.layout import (
     SLIDING,
     SLOT_AT,
     TABLE_AT,
+    TAKE_BACK,
     WIDTH,
     WINDOW,
 )
@@ -125,7 +128,7 @@ def remap(row, g, length, start, count, groups, mapped_begin, page_tables, block
     context_lens=array("int32"),
     capacity=scalar(),
     use_counts=scalar(),
-    use_take_back=scalar(),
+    back_mode=scalar(),
     write_slots=scalar(),
 )
 def advance(
@@ -148,12 +151,13 @@ def advance(
     context_lens,
     capacity,
     use_counts,
-    use_take_back,
+    back_mode,
     write_slots,
 ):
     """Take tokens of the last step back, append those of this one, rotate every window.
 
-    `use_counts` and `use_take_back` say which of the two arrays count.
+    `use_counts` says whether `counts` counts, `back_mode` how `take_back` is read: not, as tokens to take back, or as tokens
+    of the row's last step that stay.
 
     Item: a row. Writes: lengths, high_water, status (refusals only), mapped_begin, page tables of window groups, seq_lens,
     context_lens and, if `write_slots`, slot_mapping and positions of the row's tokens. A refused row keeps its state.
@@ -163,8 +167,14 @@ def advance(
     if use_counts != 0:
         count = np.int64(counts[row])
     back = np.int64(0)
-    if use_take_back != 0:
+    if back_mode != NO_BACK:
         back = np.int64(take_back[row])
+        if back_mode != TAKE_BACK:
+            appended = np.int64(seq_lens[row]) - np.int64(context_lens[row])
+            if back < 0 or back > appended:
+                back = np.int64(-1)  # refused below
+            elif back_mode == ACCEPTED:
+                back = appended - back
     first = np.int64(cu_seqlens_q[row])
     room = np.int64(cu_seqlens_q[row + 1]) - first
     peak = np.int64(high_water[row])

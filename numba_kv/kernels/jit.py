@@ -25,12 +25,12 @@ from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 from numba_kv.device.device import CudaDevice, Device
+from numba_kv.device.tensor import Tensor
 from numba_kv.errors import InputError, InvariantError
 from numba_kv.kernels.spec import Argument
 
 if TYPE_CHECKING:
     from numba_kv.device.stream import Stream
-    from numba_kv.device.tensor import Tensor
 
 __all__ = ["Kernel", "Launch", "Routine", "all_kernels", "kernel", "routine", "specialise"]
 
@@ -158,8 +158,7 @@ class Kernel:
         elif not 1 <= threads <= _MAX_THREADS:
             raise InputError(f"threads: {threads} is not in 1..{_MAX_THREADS}")
         for name, value in values.items():
-            owner = getattr(value, "device", None)
-            if owner is not None and owner is not device:
+            if isinstance(value, Tensor) and value.device is not device:
                 raise InputError(f"{name}: the tensor is on another device object than the launch")
         return Launch(self, device, values, threads)
 

@@ -47,6 +47,12 @@ HIGH_TOKENS = 9
 RESET = 1  # length 0, nothing mapped
 LIVE = 2  # with RESET: the row gets ring pages; without it, it is retired
 
+# how `advance` reads `take_back`
+NO_BACK = 0
+TAKE_BACK = 1  # tokens to take back
+LAST_TAKE_BACK = 2  # ... of the row's last step, at most all of it
+ACCEPTED = 3  # tokens of the row's last step that stay
+
 
 class Status(IntEnum):
     """Why the device refused a row's step; the row is unchanged until the host clears the word."""

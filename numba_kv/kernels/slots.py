@@ -31,7 +31,7 @@ def fill_slots(
     Item: a tile. Runs after `advance`, from its lengths. Tokens in pages that already left the window get slot -1.
     """
     token = np.int64(item) * tile
-    stop = min(token + tile, num_tokens)
+    stop = min(token + tile, num_tokens, np.int64(cu_seqlens_q[cu_seqlens_q.shape[0] - 1]))
     row = np.int64(0)
     beyond = np.int64(cu_seqlens_q.shape[0] - 1)
     while beyond - row > 1:  # the last row that starts at or before the token

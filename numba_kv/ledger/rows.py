@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from numba_kv.errors import InvariantError
 from numba_kv.geometry import ceil_div, rewind_is_allowed
 from numba_kv.ledger.pages import PageIdPool
 from numba_kv.plan import MemoryPlan
@@ -66,6 +67,15 @@ class RowLedger:
         """Rows without a sequence."""
         return len(self._free_rows)
 
+    @property
+    def headroom(self) -> int:
+        """Tokens that every row with a sequence can still take without a new page."""
+        full = self.plan.groups[0]
+        limit = np.full(len(self.hi), self.plan.config.max_kv_cache_capacity)
+        if not full.is_empty:
+            np.minimum(limit, self.leased * full.page_tokens, out=limit)
+        return int((limit - self.hi)[self.live].min())
+
     def peek_rows(self, count: int, retiring: list[int]) -> list[int]:
         """Return the lowest `count` rows that are free once `retiring` are, without taking them."""
         return heapq.nsmallest(count, self._free_rows + retiring)
@@ -117,6 +127,33 @@ class RowLedger:
         self.lo += counts
         self.hi += counts
         np.maximum(self.high_water, self.hi, out=self.high_water)
+
+    def note_uncertain_step(self, most: NDArray[np.int64], least: NDArray[np.int64], back: NDArray[np.int64]) -> None:
+        """Widen the bounds of lengths: the device takes back up to `back` and appends `least` to `most` tokens a row."""
+        self.lo = np.maximum(self.lo - back, 0) + least
+        self.hi += most
+        np.maximum(self.high_water, self.hi, out=self.high_water)
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether every length is known exactly."""
+        return bool(np.array_equal(self.lo, self.hi))
+
+    def learn(self, lengths: NDArray[np.int64], high_water: NDArray[np.int64], mapped_begin: NDArray[np.int64]) -> None:
+        """Take the device's numbers over.
+
+        Raises
+        ------
+        InvariantError
+            If a length is outside its bounds.
+        """
+        outside = np.flatnonzero((lengths < self.lo) | (lengths > self.hi))
+        if len(outside):
+            row = int(outside[0])
+            raise InvariantError(f"row {row}: length {int(lengths[row])} on the device, {self.lo[row]}..{self.hi[row]} expected")
+        self.lo[:] = self.hi[:] = lengths
+        self.high_water[:] = high_water
+        self.mapped_begin[:] = mapped_begin
 
     def note_even_steps(self, counts: NDArray[np.int64], last: NDArray[np.int64]) -> None:
         """Catch up with several steps at once: `counts` tokens a row in all, `last` of them in the last step."""

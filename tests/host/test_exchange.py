@@ -138,9 +138,11 @@ def test_types_that_numpy_lacks_travel_with_their_codes(device: Device, kind: st
 
     from numba_kv.device.dlpack import _Managed
 
+    pointer_of = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(
+        ("PyCapsule_GetPointer", ctypes.pythonapi)
+    )
     capsule = device.tensor((2,), dtype(kind)).__dlpack__()
-    at = ctypes.pythonapi.PyCapsule_GetPointer(ctypes.py_object(capsule), b"dltensor")
-    found = _Managed.from_address(at).tensor.dtype
+    found = _Managed.from_address(pointer_of(capsule, b"dltensor")).tensor.dtype
     assert (found.code, found.bits, found.lanes) == {"bfloat16": (4, 16, 1), "float8_e4m3": (10, 8, 1)}[kind]
 
 
@@ -157,6 +159,16 @@ def test_a_closed_tensor_is_not_exchanged(host: Device) -> None:
     for exchange in (np.from_dlpack, np.asarray, Tensor.numpy):
         with pytest.raises(StateError, match="given back"):
             exchange(tensor)
+
+
+def test_the_interpreter_s_functions_are_left_as_they_are() -> None:
+    """Other libraries declare the types of `ctypes.pythonapi` to their own liking."""
+    code = (
+        "import ctypes, numba_kv.device.dlpack\n"
+        "names = ('PyCapsule_New', 'PyCapsule_GetPointer', 'PyCapsule_IsValid', 'Py_IncRef')\n"
+        "assert all(getattr(ctypes.pythonapi, n).argtypes is None for n in names)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 @pytest.mark.gpu

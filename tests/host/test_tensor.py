@@ -46,15 +46,17 @@ parts = st.one_of(st.integers(-3, 2), st.builds(slice, bounds, bounds, steps))
 @given(index=st.lists(parts, max_size=3).map(tuple), second=st.lists(parts, max_size=2).map(tuple))
 def test_slices_are_those_of_numpy(device: Device, index: tuple[object, ...], second: tuple[object, ...]) -> None:
     tensor, values = filled(device)
-    view, expected = tensor[index], values[index]
+    view, expected = tensor[index], values[(*index, ...)]  # the ellipsis keeps NumPy from returning a scalar
     for _ in range(2):
         assert view.shape == expected.shape
         assert np.array_equal(view.to_host(), expected)
         if expected.size:
-            assert view.address == tensor.address + expected.__array_interface__["data"][0] - values.__array_interface__["data"][0]
+            assert (
+                view.address == tensor.address + expected.__array_interface__["data"][0] - values.__array_interface__["data"][0]
+            )
             assert view.is_contiguous == expected.flags.c_contiguous
         try:
-            expected = expected[second]
+            expected = expected[(*second, ...)]
         except IndexError:
             with pytest.raises(InputError):
                 view[second]

@@ -1,0 +1,85 @@
+"""CapturedStep: a step that replays without the host."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from numba_kv.batch.arguments import at_least_one
+from numba_kv.errors import StateError
+
+if TYPE_CHECKING:
+    from numba_kv.batch.batch import Batch
+    from numba_kv.batch.guard import CallGuard
+    from numba_kv.batch.launches import DeviceCounts
+    from numba_kv.batch.stepper import Stepper
+
+__all__ = ["CapturedStep"]
+
+
+class CapturedStep:
+    """A captured step of a batch. Made by `Batch.capture`; keeps what it captured alive.
+
+    Call ``reserve(k)`` before and ``advanced(k)`` after k launches; until they are noted, the batch's lengths on the host
+    are those from before.
+
+    Attributes
+    ----------
+    tokens : int
+        Tokens that each active row appends.
+    launched : int
+        Launches that `advanced` has not noted yet.
+    """
+
+    def __init__(self, batch: Batch, stepper: Stepper, guard: CallGuard, tokens: int, driven: DeviceCounts | None) -> None:
+        self.tokens = tokens
+        self.launched = 0
+        self._batch = batch
+        self._stepper = stepper
+        self._guard = guard
+        self._driven = driven
+        self._graph = batch.resources.device.capture(lambda stream: stepper.enqueue(tokens, driven, stream))
+
+    def reserve(self, steps: int) -> None:
+        """Make room for `steps` launches; see `Batch.reserve`."""
+        self._batch.reserve(steps, self.tokens)
+
+    def launch(self, stream: object | None = None) -> None:
+        """Replay the step.
+
+        Parameters
+        ----------
+        stream : stream, optional
+            Must be the resources' stream, which is the default.
+
+        Raises
+        ------
+        StateError
+            If no reserved step is left, or `stream` is another stream.
+
+        Stream: enqueues one graph launch. Sends nothing, allocates nothing.
+        """
+        with self._guard:
+            device = self._batch.resources.device
+            if stream is not None and device.as_stream(stream).handle != device.stream.handle:
+                raise StateError(f"stream: {stream!r} is not the resources' stream; hand_over() moves them to it")
+            if self.launched >= self._stepper.reserved:
+                raise StateError(
+                    f"launch: {self._stepper.reserved} steps were reserved and {self.launched} launched; reserve more"
+                )
+            self._guard.is_enqueueing = True
+            self._graph.launch(device.stream)
+            self.launched += 1
+
+    def advanced(self, steps: int | None = None) -> None:
+        """Note launches (default: all that are not noted yet); see `Batch.advanced`. Host only."""
+        with self._guard:
+            number = self.launched if steps is None else at_least_one("steps", steps)
+            if number > self.launched:
+                raise StateError(f"steps: {number} are noted, {self.launched} were launched")
+            if number:
+                self._stepper.advanced(self.tokens, number, self._driven)
+                self.launched -= number
+
+    def close(self) -> None:
+        """Give the graph back."""
+        self._graph.close()

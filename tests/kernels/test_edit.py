@@ -1,0 +1,257 @@
+"""`apply_edits` and `permute_rows` against NumPy, on hand-made arrays and with the blocks that the host lays out."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
+
+import numba_kv as kv
+from numba_kv.batch.edits import EditBlock
+from numba_kv.batch.permutation import cycles_of, fill_holes
+from numba_kv.device import Device, create_device
+from numba_kv.errors import InvariantError
+from numba_kv.geometry import ceil_div, mapped_pages
+from numba_kv.kernels import layout
+from numba_kv.kernels.edit import apply_edits, permute_rows
+from tests.helpers.step_arrays import StepArrays, full_group, same, window_group
+
+EXAMPLES = 15 if kv.target() == "sim" else 50
+ROW_STATE = ("lengths", "high_water", "floors", "leased", "status")
+
+
+@pytest.fixture(scope="module")
+def device() -> Device:
+    return create_device()
+
+
+def rows_in_use(rows: int = 3, lengths: tuple[int, ...] = (13, 0, 30), has_full: bool = True) -> StepArrays:
+    """Return rows of a full and two window groups, pages of 4, at these lengths; row r leases what it needs and r more."""
+    pages = rows * 8 if has_full else 0
+    groups = [full_group(4, 8, pages), window_group("sliding", 6, 4, 8, rows), window_group("chunked", 8, 4, 8, rows)]
+    arrays = StepArrays(groups, rows, 32, edit_words=400)
+    for row, length in enumerate(lengths):
+        arrays.lengths[row] = length
+        arrays.high_water[row] = length + row
+        arrays.floors[row] = row
+        arrays.status[row] = row
+        if has_full:
+            arrays.lease(row, [8 * row + i for i in range(min(8, ceil_div(length, 4) + row))])
+        for g, group in enumerate(arrays.groups[1:], 1):
+            begin, end = mapped_pages(group.window, 4, group.ring, max(0, length - 1), min(length, 1))
+            arrays.mapped_begin[g, row] = begin
+            arrays.page_table(g)[row, :, begin:end] = arrays.blocks(g)[row, begin:end] + [[0], [group.num_pages]]
+    return arrays
+
+
+def send(device: Device, arrays: StepArrays, block: EditBlock) -> StepArrays:
+    """Lay a block out in `edits` and apply it."""
+    arrays = arrays.copy()
+    arrays.edits[:] = 99
+    num_words, layout_at, take_back_at = block.write(arrays.edits)
+    assert (arrays.edits[num_words:] == 99).all()
+    items, records = block.num_records + block.has_layout, block.num_records
+    return arrays.launch(apply_edits, device, items, num_records=records, layout_at=layout_at, take_back_at=take_back_at)
+
+
+def unchanged_but_edits(found: StepArrays, expected: StepArrays) -> None:
+    """Compare everything but the block itself."""
+    expected.arrays["edits"] = found.arrays["edits"]
+    same(found, expected)
+
+
+def emptied(arrays: StepArrays, row: int, rings: list[np.ndarray] | None) -> None:
+    """Do what a reset of a row does, in place."""
+    for name in ROW_STATE:
+        arrays.arrays[name][row] = 0
+    for g, group in enumerate(arrays.groups):
+        arrays.page_table(g)[row] = -1
+        arrays.blocks(g)[row] = group.null_page
+        if not group.window.is_full:
+            arrays.mapped_begin[g, row] = 0
+            if rings is not None:
+                arrays.blocks(g)[row] = rings[g - 1][np.arange(group.width) % group.ring]
+
+
+def rings_of(arrays: StepArrays, row: int) -> list[np.ndarray]:
+    return [arrays.blocks(g)[row, : arrays.groups[g].ring].copy() for g in range(1, len(arrays.groups))]
+
+
+def test_a_retired_row_is_empty_in_every_table(device: Device) -> None:
+    """Nothing of a row stays: entries of -1, the null page, length 0. vllm#56734, TensorRT-LLM#16056."""
+    arrays = rows_in_use()
+    block = EditBlock()
+    block.reset(2, int(arrays.leased[2]), (30, 30), None)
+    after = send(device, arrays, block)
+    expected = arrays.copy()
+    emptied(expected, 2, None)
+    unchanged_but_edits(after, expected)
+
+
+def test_an_admitted_row_gets_its_rings(device: Device) -> None:
+    arrays = rows_in_use()
+    block, rings = EditBlock(), rings_of(arrays, 0)
+    block.reset(1, int(arrays.leased[1]), (0, 0), rings)
+    expected = arrays.copy()
+    emptied(expected, 1, rings)
+    unchanged_but_edits(send(device, arrays, block), expected)
+
+
+@pytest.mark.parametrize("bounds", [(30, 30), (25, 30), (30, 32)])
+def test_bounds_of_a_length_clear_all_that_may_be_mapped(device: Device, bounds: tuple[int, int]) -> None:
+    arrays = rows_in_use()
+    block = EditBlock()
+    block.reset(2, int(arrays.leased[2]), bounds, None)
+    expected = arrays.copy()
+    emptied(expected, 2, None)
+    unchanged_but_edits(send(device, arrays, block), expected)
+
+
+def test_pages_are_added_and_taken_away(device: Device) -> None:
+    arrays = rows_in_use()
+    held = arrays.leased.astype(np.int64)
+    block = EditBlock()
+    firsts, sizes = np.array([held[0], held[2] - 2]), np.array([3, 0])
+    block.set_pages(np.array([0, 2]), firsts, sizes, np.array([20, 9, 10], np.int32), held[[0, 2]])
+    after = send(device, arrays, block)
+    expected = arrays.copy()
+    expected.lease(0, [*arrays.blocks(0)[0, : held[0]], 20, 9, 10])
+    expected.blocks(0)[2, held[2] - 2 :] = expected.groups[0].null_page
+    expected.page_table(0)[2, :, held[2] - 2 :] = -1
+    expected.leased[2] = held[2] - 2
+    unchanged_but_edits(after, expected)
+
+
+def test_a_model_without_full_attention_has_no_full_table_to_write(device: Device) -> None:
+    arrays = rows_in_use(has_full=False)
+    block = EditBlock()
+    block.reset(2, 0, (30, 30), rings_of(arrays, 2))
+    expected = arrays.copy()
+    emptied(expected, 2, rings_of(arrays, 2))
+    unchanged_but_edits(send(device, arrays, block), expected)
+
+
+def test_counts_and_offsets_travel_with_the_records(device: Device) -> None:
+    arrays = rows_in_use()
+    block = EditBlock()
+    block.set_layout(np.array([4, 0, 2]), np.array([0, 4, 4, 6]))
+    block.set_take_back(np.array([0, 7, 1]))
+    expected = arrays.copy()
+    expected.counts[:], expected.cu_seqlens_q[:], expected.take_back[:] = [4, 0, 2], [0, 4, 4, 6], [0, 7, 1]
+    unchanged_but_edits(send(device, arrays, block), expected)
+
+
+def test_an_absent_layout_changes_no_count(device: Device) -> None:
+    arrays = rows_in_use()
+    arrays.counts[:], arrays.take_back[:] = 5, 6
+    block = EditBlock()
+    block.set_take_back(np.array([1, 2, 3]))
+    expected = arrays.copy()
+    expected.take_back[:] = [1, 2, 3]
+    unchanged_but_edits(send(device, arrays, block), expected)
+
+
+def test_a_block_that_was_not_planned_for_is_refused() -> None:
+    block = EditBlock()
+    block.set_layout(np.array([4, 0, 2]), np.array([0, 4, 4, 6]))
+    with pytest.raises(InvariantError, match="takes 7 words, 6 were planned"):
+        block.write(np.zeros(6, np.int32))
+
+
+@settings(max_examples=EXAMPLES)
+@given(data=st.data())
+def test_any_block(device: Device, data: st.DataObject) -> None:
+    rows = data.draw(st.integers(1, 4))
+    has_full = data.draw(st.booleans())
+    lengths = tuple(data.draw(st.lists(st.integers(0, 32), min_size=rows, max_size=rows)))
+    arrays = rows_in_use(rows, lengths, has_full)
+    expected, block = arrays.copy(), EditBlock()
+    roles = data.draw(st.lists(st.sampled_from(["keep", "retire", "admit", "pages"]), min_size=rows, max_size=rows))
+    growing = [row for row in range(rows) if roles[row] == "pages" and has_full]
+    ids = data.draw(st.permutations(range(8 * rows)))
+    firsts, sizes, taken = [], [], []
+    for row in growing:
+        held = int(arrays.leased[row])
+        first = data.draw(st.sampled_from([held, data.draw(st.integers(0, held))]))
+        size = data.draw(st.integers(0, 8 - held)) if first == held else 0
+        firsts.append(first)
+        sizes.append(size)
+        fresh, ids = ids[:size], ids[size:]
+        taken += fresh
+        expected.blocks(0)[row, first:] = expected.groups[0].null_page
+        expected.page_table(0)[row, :, first:] = -1
+        expected.lease(row, [*arrays.blocks(0)[row, :first], *fresh])
+    held = arrays.leased[growing].astype(np.int64)
+    block.set_pages(np.array(growing, np.int64), np.array(firsts, np.int64), np.array(sizes, np.int64),
+                    np.array(taken, np.int32), held)  # fmt: skip
+    for row, role in enumerate(roles):
+        if role in ("retire", "admit"):
+            rings = rings_of(arrays, data.draw(st.integers(0, rows - 1))) if role == "admit" else None
+            block.reset(row, int(arrays.leased[row]), (lengths[row], lengths[row]), rings)
+            emptied(expected, row, rings)
+    if data.draw(st.booleans()):
+        counts = np.array(data.draw(st.lists(st.integers(0, 9), min_size=rows, max_size=rows)))
+        block.set_layout(counts, np.concatenate([[0], np.cumsum(counts)]))
+        expected.counts[:], expected.cu_seqlens_q[1:] = counts, np.cumsum(counts)
+    unchanged_but_edits(send(device, arrays, block), expected)
+
+
+def permuted(device: Device, arrays: StepArrays, sources: list[int]) -> StepArrays:
+    """Move rows on the device and compare every array with NumPy's indexing: row i becomes what row sources[i] was."""
+    cycles = cycles_of(np.array(sources))
+    arrays = arrays.copy()
+    starts = len(cycles) + 1 + np.cumsum([0, *map(len, cycles)])
+    words = [*starts, *(row for cycle in cycles for row in cycle)]
+    arrays.edits[: len(words)] = words
+    after = arrays.launch(permute_rows, device, len(cycles))
+    expected = arrays.copy()
+    for name in ROW_STATE:
+        expected.arrays[name][:] = arrays.arrays[name][sources]
+    expected.mapped_begin[:] = arrays.mapped_begin[:, sources]
+    for g in range(len(arrays.groups)):
+        expected.page_table(g)[:] = arrays.page_table(g)[sources]
+        expected.blocks(g)[:] = arrays.blocks(g)[sources]
+    same(after, expected)
+    return after
+
+
+@pytest.mark.parametrize("sources", [[0, 1, 2], [1, 0, 2], [2, 1, 0], [1, 2, 0], [2, 0, 1]])
+def test_rows_move(device: Device, sources: list[int]) -> None:
+    permuted(device, rows_in_use(), sources)
+
+
+@settings(max_examples=EXAMPLES)
+@given(sources=st.integers(1, 6).flatmap(lambda rows: st.permutations(range(rows))), data=st.data())
+def test_any_permutation(device: Device, sources: list[int], data: st.DataObject) -> None:
+    """Rows keep all that is theirs wherever they move, and nobody's page is in two rows. vllm-tt-plugin#103, vllm#51890."""
+    rows = len(sources)
+    lengths = tuple(data.draw(st.lists(st.integers(0, 32), min_size=rows, max_size=rows)))
+    permuted(device, rows_in_use(rows, lengths, data.draw(st.booleans())), list(sources))
+
+
+@given(live=st.lists(st.booleans(), min_size=1, max_size=9))
+def test_holes_are_filled_from_above(live: list[bool]) -> None:
+    sources = fill_holes(np.array(live))
+    assert sorted(sources) == list(range(len(live)))
+    assert np.array(live)[sources].tolist() == sorted(live, reverse=True)
+    for row in range(sum(live)):
+        assert not live[row] or sources[row] == row
+
+
+def test_words_of_a_record_are_those_of_the_kernel(device: Device) -> None:
+    """The block is also what its layout says, word by word."""
+    block = EditBlock()
+    block.set_pages(np.array([1]), np.array([2]), np.array([2]), np.array([5, 6], np.int32), np.array([2]))
+    block.reset(0, 3, (7, 9), [np.array([4, 1], np.int32)])
+    words = np.zeros(64, np.int32)
+    num_words, layout_at, take_back_at = block.write(words)
+    assert (num_words, layout_at, take_back_at) == (24, -1, -1)
+    first, second = words[:10].tolist(), words[10:20].tolist()
+    assert first[layout.ROW] == 0
+    assert first[layout.FLAGS] == layout.RESET | layout.LIVE
+    assert (first[layout.CLEAR_FROM], first[layout.CLEAR_TO], first[layout.COUNT]) == (0, 3, 0)
+    assert (first[layout.LOW_TOKENS], first[layout.HIGH_TOKENS]) == (7, 9)
+    assert words[first[layout.RINGS_AT] :][:2].tolist() == [4, 1]
+    assert (second[layout.ROW], second[layout.FLAGS], second[layout.FIRST], second[layout.COUNT]) == (1, 0, 2, 2)
+    assert words[second[layout.IDS_AT] :][:2].tolist() == [5, 6]
+    assert second[layout.CLEAR_FROM] == second[layout.CLEAR_TO] == 4
