@@ -482,16 +482,12 @@ class Batch:
         number = positive(tokens, self.plan.config.max_batch_tokens, "for every sequence")
         if not self._sequences:
             raise StateError("step: no sequence is active; admit one first")
-        self._stepper.settle()
-        ledger = self._stepper.ledger
-        waiting = np.flatnonzero(ledger.prompt > ledger.hi)
-        if len(waiting):
-            sequence = self._sequences[int(waiting[0])]
+        row, unprefilled = self._stepper.waiting_row()
+        if unprefilled:
             raise StateError(
-                f"step: {sequence!r} has {int(ledger.prompt[waiting[0]] - ledger.hi[waiting[0]])} unprefilled tokens; "
-                "name sequences and counts in a mapping"
+                f"step: {self._sequences[row]!r} has {unprefilled} unprefilled tokens; name sequences and counts in a mapping"
             )
-        return np.where(ledger.live, number, 0)
+        return np.where(self._stepper.ledger.live, number, 0)
 
     def _driven(self, counts: Any, take_back: Any, accepted: Any) -> DeviceCounts | None:
         return device_counts(self.resources.device, self._rows, counts, take_back, accepted)

@@ -175,6 +175,13 @@ class Stepper:
         if repeats:
             self.ledger.note_even_steps(repeats * self._even.counts, self._even.counts)
 
+    def waiting_row(self) -> tuple[int, int]:
+        """Return a row with prompt tokens that no step has appended, and how many; (0, 0) if there is none."""
+        self.settle()
+        left = self.ledger.prompt - self.ledger.hi
+        row = int(left.argmax())
+        return (row, int(left[row])) if left[row] > 0 else (0, 0)
+
     def change(self) -> None:
         """Begin something that changes more than an even step does."""
         self.settle()

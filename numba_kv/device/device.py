@@ -1,33 +1,25 @@
-"""Device: where memory, streams and copies of one target come from."""
+"""Device: where memory, streams, copies and graphs of one target come from."""
 
 from __future__ import annotations
 
-import ctypes
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from operator import index
 from typing import TYPE_CHECKING, Any
 
-from numba_kv.device.graph import CudaGraph, Graph, HostGraph
-from numba_kv.device.memory import Memory, MemoryStats, host_memory, pinned_memory
-from numba_kv.device.stream import CudaStream, HostStream, Stream, stream_handle
+from numba_kv.device.memory import Memory, MemoryStats
+from numba_kv.device.stream import Stream
 from numba_kv.device.target import resolve_target
 from numba_kv.device.tensor import Tensor
 from numba_kv.dtypes import DType
-from numba_kv.errors import CapacityError, DeviceError, InputError, InteropError, ShapeError, StateError
+from numba_kv.errors import InputError, ShapeError
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["CudaDevice", "Device", "HostDevice", "check_driver", "create_device"]
+    from numba_kv.device.graph import Graph
 
-
-def check_driver(result: Any, what: str) -> Any:
-    """Return the values of a driver call's `(status, *values)`; raise DeviceError if it failed."""
-    status, *values = result
-    if int(status):
-        raise DeviceError(f"{what}: the driver reports {status.name}")
-    return values[0] if len(values) == 1 else tuple(values)
+__all__ = ["Device", "create_device"]
 
 
 class Device(ABC):
@@ -180,180 +172,6 @@ class Device(ABC):
         return f"{type(self).__name__}({self.target!r}, {self.ordinal})"
 
 
-class HostDevice(Device):
-    """The `cpu` and `sim` targets: NumPy memory, every call has finished when it returns."""
-
-    def __init__(self, target: str) -> None:
-        super().__init__()
-        self.target = target
-        self.stream = HostStream()
-
-    def allocate(self, nbytes: int) -> Memory:
-        """Return zeroed host memory; large blocks are committed as they are touched."""
-        return host_memory(nbytes, self.memory)
-
-    def allocate_staging(self, nbytes: int) -> Memory:
-        """Return ordinary host memory."""
-        return host_memory(nbytes, self.pinned)
-
-    def as_stream(self, stream: object | None) -> Stream:
-        """Return `stream` if it is a host stream, or a new one for None."""
-        if stream is None:
-            return HostStream()
-        if isinstance(stream, HostStream):
-            return stream
-        raise InputError(f"stream: {stream!r} cannot be used on the {self.target!r} target; pass None")
-
-    def as_capturing_stream(self, stream: object) -> Stream:
-        """Return a host stream."""
-        return self.as_stream(stream)
-
-    def capture(self, work: Callable[[Stream], None]) -> Graph:
-        """Return a graph that calls `work` again."""
-        return HostGraph(work)
-
-    def copy_to_device(self, destination: int, source: int, nbytes: int, stream: Stream) -> None:
-        """Copy bytes."""
-        ctypes.memmove(destination, source, nbytes)
-        self.bytes_to_device += nbytes
-
-    def copy_to_host(self, destination: int, source: int, nbytes: int, stream: Stream) -> None:
-        """Copy bytes."""
-        ctypes.memmove(destination, source, nbytes)
-
-    def _fill_bits(self, tensor: Tensor, pattern: int, stream: Stream) -> None:
-        """Set every element."""
-        tensor.numpy().view(f"uint{8 * tensor.dtype.itemsize}").fill(pattern)
-
-    def order_consumer(self, stream: object | None) -> None:
-        """Return at once: nothing is ever pending."""
-
-
-class CudaDevice(Device):
-    """One GPU through cuda.core. Makes itself current on creation."""
-
-    def __init__(self, ordinal: int, stream: object | None = None) -> None:
-        super().__init__()
-        from cuda.core import Device as NativeDevice
-
-        self.target = "cuda"
-        self.ordinal = ordinal
-        self.native = NativeDevice(ordinal)
-        self.native.set_current()
-        self.stream = self.as_stream(stream)
-
-    @property
-    def compute_capability(self) -> tuple[int, int]:
-        """Major and minor number."""
-        major, minor = self.native.compute_capability
-        return int(major), int(minor)
-
-    def make_current(self) -> None:
-        """Make the device the calling thread's current one."""
-        self.native.set_current()
-
-    def allocate(self, nbytes: int) -> Memory:
-        """Return zeroed device memory. Stream: allocation and zeroing are ordered on `stream`."""
-        from cuda.bindings import driver
-        from cuda.core._utils.cuda_utils import CUDAError
-
-        try:
-            buffer = self.native.allocate(nbytes, stream=self.stream.native)  # type: ignore[attr-defined]
-        except CUDAError as error:
-            free = int(check_driver(driver.cuMemGetInfo(), "memory query")[0])
-            raise CapacityError(
-                f"device memory: {nbytes} bytes are wanted, {free} free on device {self.ordinal} ({error})",
-                needed=nbytes,
-                free=free,
-            ) from error
-        memory = Memory(int(buffer.handle), nbytes, None, buffer, self.memory)
-        stream = self.stream.driver_stream  # type: ignore[attr-defined]
-        check_driver(driver.cuMemsetD8Async(memory.address, 0, nbytes, stream), "zeroing new memory")
-        return memory
-
-    def allocate_staging(self, nbytes: int) -> Memory:
-        """Return page-locked host memory."""
-        return pinned_memory(nbytes, self.stream, self.pinned)
-
-    def as_stream(self, stream: object | None) -> Stream:
-        """Return `stream` (cuda.core, `__cuda_stream__`, torch, CuPy, non-zero int) as a CudaStream; None creates one."""
-        from cuda.core import Stream as NativeStream
-
-        if stream is None:
-            return CudaStream(self.native.create_stream(), owns=True)
-        if isinstance(stream, CudaStream):
-            return stream
-        if isinstance(stream, NativeStream):
-            return CudaStream(stream, owns=False, owner=stream)
-        handle = stream_handle(stream)
-        if handle == 0:
-            raise InputError(
-                "stream: 0 is the legacy default stream, which orders nothing with other streams; pass a stream or None"
-            )
-        return CudaStream(NativeStream.from_handle(handle), owns=False, owner=stream)
-
-    def as_capturing_stream(self, stream: object) -> Stream:
-        """Return `stream`; no driver object is made, so that a capture is not disturbed."""
-        from cuda.bindings import driver
-
-        handle = stream_handle(stream)
-        if handle == self.stream.handle:
-            return self.stream
-        status = check_driver(driver.cuStreamIsCapturing(driver.CUstream(handle)), "capture query")
-        if status != driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_ACTIVE:
-            raise StateError(
-                f"stream: 0x{handle:x} is neither the resources' stream nor being captured; hand_over() moves the resources"
-            )
-        return CudaStream.of_address(handle, stream)
-
-    def capture(self, work: Callable[[Stream], None]) -> Graph:
-        """Capture through cuda.core's graph builder."""
-        return CudaGraph(self, work)
-
-    def copy_to_device(self, destination: int, source: int, nbytes: int, stream: Stream) -> None:
-        """Enqueue a copy; page-locked sources must not change before it has run."""
-        from cuda.bindings import driver
-
-        check_driver(driver.cuMemcpyHtoDAsync(destination, source, nbytes, stream.driver_stream), "copy to the device")  # type: ignore[attr-defined]
-        self.bytes_to_device += nbytes
-
-    def copy_to_host(self, destination: int, source: int, nbytes: int, stream: Stream) -> None:
-        """Copy and wait."""
-        from cuda.bindings import driver
-
-        check_driver(driver.cuMemcpyDtoHAsync(destination, source, nbytes, stream.driver_stream), "copy to the host")  # type: ignore[attr-defined]
-        stream.synchronize()
-
-    def _fill_bits(self, tensor: Tensor, pattern: int, stream: Stream) -> None:
-        """Enqueue a memset."""
-        from cuda.bindings import driver
-
-        calls = {1: driver.cuMemsetD8Async, 2: driver.cuMemsetD16Async, 4: driver.cuMemsetD32Async}
-        call = calls[tensor.dtype.itemsize]
-        check_driver(call(tensor.address, pattern, tensor.size, stream.driver_stream), "fill")  # type: ignore[attr-defined]
-
-    def order_consumer(self, stream: object | None) -> None:
-        """Make a consumer's stream wait: DLPack numbers 1 and 2 are the default streams, -1 asks for no order."""
-        if stream == -1:
-            return
-        from cuda.core import LEGACY_DEFAULT_STREAM, PER_THREAD_DEFAULT_STREAM, Stream as NativeStream
-
-        if stream is None or stream == 1:
-            consumer = LEGACY_DEFAULT_STREAM
-        elif stream == 2:
-            consumer = PER_THREAD_DEFAULT_STREAM
-        else:
-            handle = stream_handle(stream)
-            if handle == 0:
-                raise InteropError(
-                    "stream: DLPack gives 0 no meaning on CUDA; 1 is the legacy default stream, 2 the per-thread one"
-                )
-            if handle == self.stream.handle:
-                return
-            consumer = NativeStream.from_handle(handle)
-        consumer.wait(self.stream.record().native)
-
-
 def create_device(target: str | None = None, ordinal: int = 0, stream: object | None = None) -> Device:
     """Return a device of `target` (default: `numba_kv.target()`).
 
@@ -375,12 +193,16 @@ def create_device(target: str | None = None, ordinal: int = 0, stream: object | 
     if name == "cuda":
         from cuda.bindings import driver
 
+        from numba_kv.device.cuda_device import CudaDevice, check_driver
+
         count = check_driver(driver.cuDeviceGetCount(), "device count")
         if ordinal >= count:
             raise InputError(f"device: {ordinal} is not one of the {count} devices")
         return CudaDevice(ordinal, stream)
     if ordinal:
         raise InputError(f"device: the {name!r} target has only device 0, got {ordinal}")
+    from numba_kv.device.host_device import HostDevice
+
     device = HostDevice(name)
     device.stream = device.as_stream(stream)
     return device

@@ -9,7 +9,7 @@ from numba_kv.device.stream import CudaStream, Stream
 from numba_kv.errors import StateError
 
 if TYPE_CHECKING:
-    from numba_kv.device.device import CudaDevice
+    from numba_kv.device.cuda_device import CudaDevice
 
 __all__ = ["CudaGraph", "Graph", "HostGraph"]
 

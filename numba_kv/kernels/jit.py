@@ -24,7 +24,8 @@ from collections.abc import Callable, Iterator, Mapping
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
-from numba_kv.device.device import CudaDevice, Device
+from numba_kv.device.cuda_device import CudaDevice
+from numba_kv.device.device import Device
 from numba_kv.device.tensor import Tensor
 from numba_kv.errors import InputError, InvariantError
 from numba_kv.kernels.spec import Argument

@@ -150,7 +150,9 @@ class RowLedger:
         outside = np.flatnonzero((lengths < self.lo) | (lengths > self.hi))
         if len(outside):
             row = int(outside[0])
-            raise InvariantError(f"row {row}: length {int(lengths[row])} on the device, {self.lo[row]}..{self.hi[row]} expected")
+            raise InvariantError(
+                f"row {row}: length {int(lengths[row])} on the device, {self.lo[row]}..{self.hi[row]} expected"
+            )
         self.lo[:] = self.hi[:] = lengths
         self.high_water[:] = high_water
         self.mapped_begin[:] = mapped_begin

@@ -94,8 +94,8 @@ def test_a_captured_step_stays_right_when_rows_change() -> None:
         assert [s.length for s in (b, c, d)] == [16, 4, 10]
         batch.audit()
         graph.close()
+        graph.reserve(1)
         with pytest.raises(kv.StateError, match="closed"):
-            graph.reserve(1)
             graph.launch()
 
 
@@ -219,7 +219,7 @@ def test_a_row_that_runs_out_stops_by_itself() -> None:
         batch = kv.Batch(resources)
         a, b = batch.update(admit=[1, 80])
         batch.step({a: 1})
-        for first in range(0, 80, 20):
+        for _ in range(4):
             batch.step({b: 20})
         graph = batch.capture()
         graph.reserve(16)

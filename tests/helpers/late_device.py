@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from numba_kv.device.device import HostDevice
+from numba_kv.device.host_device import HostDevice
 from numba_kv.device.stream import Event, HostStream, Stream
 
 
