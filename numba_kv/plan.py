@@ -334,9 +334,10 @@ def _regions(plan: MemoryPlan) -> list[Region]:
     for group in plan.groups:
         if not group.window.is_full:
             add(f"carry_slots.{group.index}", (rows, group.window.tokens - 1), "int64")
-    for name in ("lengths", "high_water", "floors", "leased", "status", "counts", "take_back", "seq_lens", "context_lens"):
+    for name in ("lengths", "high_water", "appended", "mapped_begin"):  # one copy a group: see kernels/advance.py
+        add(name, (count, rows))
+    for name in ("floors", "leased", "status", "counts", "take_back", "seq_lens", "context_lens"):
         add(name, (rows,))
-    add("mapped_begin", (count, rows))
     add("cu_seqlens_q", (rows + 1,))
     add("positions", (tokens,))
     add("edits", (plan.edit_words,))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from operator import index
 from typing import TYPE_CHECKING
 
 from numba_kv.cache import HybridCacheManager, KVPageTable
@@ -103,7 +104,7 @@ class SharedResources:
 
     def _build(self, plan: MemoryPlan) -> None:
         self._owned.callback(lambda: self.device.stream.close())
-        manager = HybridCacheManager(self.device, plan, self._take)
+        manager = HybridCacheManager(self.device, plan, self.take)
         self._owned.callback(manager.close)
         self.cache_managers.append(manager)
         tables = {group.window: self._make_table(manager, group.index) for group in plan.groups}
@@ -136,14 +137,15 @@ class SharedResources:
         self._owned.callback(table.close)
         return table
 
-    def _take(self, name: str, nbytes: int) -> Memory:
+    def take(self, name: str, nbytes: int) -> Memory:
+        """Return `nbytes` of zeroed device memory that `close` gives back. Stream: enqueues."""
         memory = self.device.allocate(nbytes)
         self._owned.callback(lambda: memory.close(self.device.stream))
         return memory
 
     def _tensor(self, name: str) -> Tensor:
         region = self.plan.region(name)
-        return Tensor(self._take(name, region.nbytes), self.device, dtype(region.dtype), region.shape)
+        return Tensor(self.take(name, region.nbytes), self.device, dtype(region.dtype), region.shape)
 
     @property
     def stream(self) -> Stream:
@@ -222,16 +224,22 @@ class SharedResources:
         self._check_open()
         if self._user is not None:
             raise StateError(f"the tables are in use by {self._user!r}; close it first")
-        for table in (*self.kv_page_tables, *(t for tables in self._swa_tables for t in tables.values())):
-            table.lend(type(user).__name__)
+        with ExitStack() as undo:
+            for table in self._tables():
+                table.lend(type(user).__name__)
+                undo.callback(table.give_back)
+            undo.pop_all()
         self._user = user
 
     def detach(self, user: object) -> None:
         """Take the tables back from `user`: every entry is -1 and the host owns them again."""
         if self._user is user:
             self._user = None
-            for table in (*self.kv_page_tables, *(t for tables in self._swa_tables for t in tables.values())):
+            for table in self._tables():
                 table.give_back()
+
+    def _tables(self) -> list[KVPageTable]:
+        return [*self.kv_page_tables, *(table for tables in self._swa_tables for table in tables.values())]
 
     @property
     def is_closed(self) -> bool:
@@ -242,13 +250,12 @@ class SharedResources:
         """Give everything back in reverse order, once. Stream: waits for the work enqueued so far."""
         if self._closed:
             return
-        user = self._user
-        if user is not None:
-            user.close()  # type: ignore[attr-defined]
         self._closed = True
         self.device.make_current()
-        self.device.stream.synchronize()
-        self._owned.close()
+        with self._owned:  # unwinds whatever happens before
+            if self._user is not None:
+                self._user.close()  # type: ignore[attr-defined]
+            self.device.stream.synchronize()
 
     def _check_open(self) -> None:
         if self._closed:
@@ -281,11 +288,15 @@ def allocate_zero_buffer(resources: SharedResources, nbytes: int, stream: object
     Stream: enqueues on the resources' stream; `stream`, if given, is made to wait for it.
     """
     resources._check_open()
-    if isinstance(nbytes, bool) or not isinstance(nbytes, int) or nbytes < 1:
+    try:
+        number = 0 if isinstance(nbytes, bool) else index(nbytes)
+    except TypeError:
+        number = 0
+    if number < 1:
         raise InputError(f"nbytes: {nbytes!r} is not a positive number of bytes")
-    if resources.zero_buffer.nbytes < nbytes:
-        size = round_up(nbytes, 256)
-        resources.zero_buffer = Tensor(resources._take("zero_buffer", size), resources.device, dtype("uint8"), (size,))
+    if resources.zero_buffer.nbytes < number:
+        size = round_up(number, 256)
+        resources.zero_buffer = Tensor(resources.take("zero_buffer", size), resources.device, dtype("uint8"), (size,))
     if stream is not None:
         resources.device.as_stream(stream).wait(resources.stream.record())
     return resources.zero_buffer

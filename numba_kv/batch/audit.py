@@ -49,16 +49,14 @@ def audit_batch(ledger: RowLedger, buffers: StepBuffers) -> AuditReport:
     if status.any():
         row = int(np.flatnonzero(status)[0])
         raise InvariantError(f"row {row}: the device refused a step ({Status(int(status[row])).name})")
-    for name, expected in (
-        ("lengths", ledger.hi),
-        ("high_water", ledger.high_water),
-        ("floors", ledger.floor),
-        ("leased", ledger.leased),
-    ):
-        _same(name, getattr(buffers, name).to_host(), expected)
+    _same("floors", buffers.floors.to_host(), ledger.floor)
+    _same("leased", buffers.leased.to_host(), ledger.leased)
+    lengths, peaks = buffers.lengths.to_host(), buffers.high_water.to_host()
     mapped, pools = [], []
     device_begin = buffers.mapped_begin.to_host()
     for g, group in enumerate(ledger.plan.groups):
+        _same(f"lengths of group {g}", lengths[g], ledger.hi)
+        _same(f"high_water of group {g}", peaks[g], ledger.high_water)
         if group.window.is_full:
             blocks, pages = _full_tables(ledger)
         else:

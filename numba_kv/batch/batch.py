@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from numba_kv.batch.arguments import at_least_one, device_counts, integer, listed, one_prompt, positive, prompt_length
+from numba_kv.batch.arguments import device_counts, integer, listed, one_prompt, positive, prompt_length
 from numba_kv.batch.audit import AuditReport, audit_batch
-from numba_kv.batch.capture import CapturedStep
+from numba_kv.batch.derived import DerivedForms
 from numba_kv.batch.guard import CallGuard
+from numba_kv.batch.hostless import HostlessSteps
 from numba_kv.batch.launches import DeviceCounts
 from numba_kv.batch.permutation import fill_holes
 from numba_kv.batch.sequence import Sequence
@@ -34,13 +35,18 @@ if TYPE_CHECKING:
 __all__ = ["Batch"]
 
 
-class Batch:
+class Batch(HostlessSteps):
     """Takes over the tables of a SharedResources and serves sequences with them. One at a time; `close` gives them back.
 
     Parameters
     ----------
     resources : SharedResources
         Borrowed; must stay open as long as the batch is used.
+
+    Attributes
+    ----------
+    derived : DerivedForms
+        Other shapes of a step's tables, on request.
 
     Notes
     -----
@@ -55,14 +61,15 @@ class Batch:
         self.plan = resources.plan
         self._sequences: dict[int, Sequence] = {}
         self._rows = self.plan.config.max_batch_size
-        self._guard = CallGuard(resources.device, "Batch")
+        self.guard = CallGuard(resources.device, "Batch")
         resources.attach(self)
         try:
             self._buffers = resources.cache_managers[0].step_buffers
             self._buffers.reset()
-            self._stepper = Stepper(self._buffers, self._guard)
+            self.stepper = Stepper(self._buffers, self.guard)
+            self.derived = DerivedForms(self._buffers, self.guard, resources.take)
         except BaseException:
-            self._guard.is_closed = True
+            self.guard.is_closed = True
             resources.detach(self)
             raise
 
@@ -101,6 +108,10 @@ class Batch:
         """
         self.update(retire=[sequence])
 
+    def clear(self) -> None:
+        """Retire every sequence. Addresses stay, so captured steps stay right. Stream: as `retire`."""
+        self.update(retire=self.sequences)
+
     def update(self, *, retire: Iterable[Sequence] = (), admit: Iterable[Any] = ()) -> list[Sequence]:
         """Retire and admit several sequences at once; rows that become free can be taken again in the same call.
 
@@ -124,12 +135,12 @@ class Batch:
         Stream: enqueues one copy and one kernel, whatever the number.
         """
         retired, admitted = listed("retire", retire), listed("admit", admit)
-        with self._guard:
+        with self.guard:
             leaving = [self._row_of(s, "retire") for s in retired]
             if len(set(leaving)) != len(leaving):
                 raise InputError("retire: a sequence is named twice")
             prompts = [prompt_length(p, self.plan.config.max_kv_cache_capacity) for p in admitted]
-            free = self._stepper.ledger.free_rows + len(leaving)
+            free = self.stepper.ledger.free_rows + len(leaving)
             if len(prompts) > free:
                 raise CapacityError(
                     f"rows: {len(prompts)} sequences are to be admitted, {free} of {self._rows} rows are free; "
@@ -139,12 +150,12 @@ class Batch:
                 )
             if not leaving and not prompts:
                 return []
-            rows = self._stepper.update(leaving, prompts)
+            rows = self.stepper.update(leaving, prompts)
             for row in leaving:
                 self._sequences.pop(row).state = "retired"
             made = []
             for row, prompt in zip(rows, prompts, strict=True):
-                sequence = Sequence(self, row, int(self._stepper.ledger.generation[row]), prompt)
+                sequence = Sequence(self, row, int(self.stepper.ledger.generation[row]), prompt)
                 self._sequences[row] = sequence
                 made.append(sequence)
             return made
@@ -171,9 +182,9 @@ class Batch:
         Stream: enqueues one copy and one kernel if anything moves. Cost: O(table rows moved).
         """
         given = None if order is None else listed("order", order)
-        with self._guard:
+        with self.guard:
             if given is None:
-                sources = fill_holes(self._stepper.ledger.live)
+                sources = fill_holes(self.stepper.ledger.live)
             else:
                 wanted = [self._row_of(s, "order") for s in given]
                 if sorted(wanted) != sorted(self._sequences):
@@ -185,7 +196,7 @@ class Batch:
             moved = np.flatnonzero(sources != np.arange(self._rows))
             if not len(moved):
                 return {}
-            self._stepper.permute(sources)
+            self.stepper.permute(sources)
             before = self._sequences
             self._sequences = {to: before[source] for to, source in enumerate(sources.tolist()) if source in before}
             for row, sequence in self._sequences.items():
@@ -236,13 +247,13 @@ class Batch:
         tokens in a row one more after it, with more than `max_step_tokens` and windows another. Cost: no allocation, and
         no byte sent if every sequence appends what it did the step before and pages are there.
         """
-        with self._guard:
+        with self.guard:
             driven = self._driven(counts, take_back, accepted)
             if isinstance(tokens, Mapping):
-                return self._stepper.step(self._counts(tokens), driven=driven)
-            if driven is None and self._stepper.repeats(tokens):
-                return self._stepper.step_again()
-            return self._stepper.step(self._even_counts(tokens), even=True, driven=driven)
+                return self.stepper.step(self._counts(tokens), driven=driven)
+            if driven is None and self.stepper.repeats(tokens):
+                return self.stepper.step_again()
+            return self.stepper.step(self._even_counts(tokens), even=True, driven=driven)
 
     def rewind(self, tokens: Mapping[Sequence, int]) -> None:
         """Take back the last tokens of sequences, as if they had never been appended.
@@ -262,11 +273,11 @@ class Batch:
 
         Stream: enqueues one copy and two kernels.
         """
-        with self._guard:
+        with self.guard:
             if not isinstance(tokens, Mapping) or not tokens:
                 raise InputError("rewind: a mapping of at least one sequence to its tokens is wanted")
-            self._stepper.settle()
-            ledger = self._stepper.ledger
+            self.stepper.settle()
+            ledger = self.stepper.ledger
             back = np.zeros(self._rows, np.int64)
             for sequence, count in tokens.items():
                 row = self._row_of(sequence, "rewind")
@@ -278,101 +289,15 @@ class Batch:
                 if problem:
                     raise RewindTooFar(f"rewind: {sequence!r} cannot go back to {length - number} tokens: {problem}")
                 back[row] = number
-            self._stepper.rewind(back)
+            self.stepper.rewind(back)
 
     def sync_lengths(self) -> None:
         """Read the lengths from the device, so that the host knows them exactly again.
 
         Stream: waits, if device counts were used since the last call; else host only.
         """
-        with self._guard:
-            self._stepper.learn()
-
-    # -- capture -------------------------------------------------------------------------------------------------
-
-    def capture(self, tokens: int = 1, *, counts: Any = None, take_back: Any = None, accepted: Any = None) -> CapturedStep:
-        """Capture a step that appends `tokens` to every active sequence, to be replayed without the host.
-
-        The captured step reads rows, lengths and pages from the device when it runs: it stays right when sequences join,
-        leave or move, for any batch of the same resources. Retired rows write nothing.
-
-        Parameters
-        ----------
-        tokens : int
-            Tokens of a row, at most `max_step_tokens`.
-        counts, take_back, accepted : int32 device array [B], optional
-            As in `step`, read at each replay.
-
-        Raises
-        ------
-        InputError, InteropError, ShapeError
-            If an argument is wrong.
-
-        Stream: enqueues nothing. Cost: one graph.
-        """
-        with self._guard:
-            number = self._captured_tokens(tokens)
-            return CapturedStep(self, self._stepper, self._guard, number, self._driven(counts, take_back, accepted))
-
-    def enqueue_step(
-        self, stream: object, tokens: int = 1, *, counts: Any = None, take_back: Any = None, accepted: Any = None
-    ) -> None:
-        """Enqueue the kernels of a step into a capture of the caller's own, or on the resources' stream.
-
-        Allocates, compiles, synchronises and sends nothing, and touches no other stream. The host notes nothing: call
-        `reserve` before and `advanced` after the steps have run.
-
-        Parameters
-        ----------
-        stream : stream
-            A capturing stream (torch, cuda.core GraphBuilder, handle), or `resources.stream`.
-        tokens, counts, take_back, accepted
-            As in `capture`.
-
-        Raises
-        ------
-        StateError
-            If `stream` is another stream that is not capturing: work there has no order with the batch's own.
-        """
-        with self._guard:
-            number = self._captured_tokens(tokens)
-            driven = self._driven(counts, take_back, accepted)
-            target = self.resources.device.as_capturing_stream(stream)
-            self._guard.is_enqueueing = True
-            self._stepper.enqueue(number, driven, target)
-
-    def reserve(self, steps: int, tokens: int = 1) -> None:
-        """Map the pages that `steps` steps of `tokens` tokens need, before they run without the host.
-
-        Raises
-        ------
-        InputError
-            If an argument is not a positive integer.
-        StateError
-            If no sequence is active, or one has unprefilled tokens.
-        CapacityError
-            If a row or the pool does not hold that many; nothing was changed.
-
-        Stream: enqueues at most one copy and one kernel.
-        """
-        with self._guard:
-            number = self._captured_tokens(tokens)
-            self._stepper.reserve(self._even_counts(number), at_least_one("steps", steps))
-
-    def advanced(self, steps: int, tokens: int = 1, *, counts: Any = None, take_back: Any = None, accepted: Any = None) -> None:
-        """Note that `steps` steps of `tokens` tokens ran without the host, with the same arguments as they were enqueued.
-
-        Raises
-        ------
-        StateError
-            If more steps are noted than `reserve` made room for.
-
-        Stream: host only.
-        """
-        with self._guard:
-            number = self._captured_tokens(tokens)
-            driven = self._driven(counts, take_back, accepted)
-            self._stepper.advanced(number, at_least_one("steps", steps), driven)
+        with self.guard:
+            self.stepper.learn()
 
     # -- questions -----------------------------------------------------------------------------------------------
 
@@ -384,14 +309,14 @@ class Batch:
     @property
     def free_rows(self) -> int:
         """Rows without a sequence."""
-        self._guard.check_open()
-        return self._stepper.ledger.free_rows
+        self.guard.check_open()
+        return self.stepper.ledger.free_rows
 
     @property
     def free_pages(self) -> int:
         """Pages of the full-attention pool that no row holds."""
-        self._guard.check_open()
-        return self._stepper.ledger.pool.free_pages
+        self.guard.check_open()
+        return self.stepper.ledger.pool.free_pages
 
     def can_admit(self, num_tokens: int = 1) -> bool:
         """Return whether a row is free and the pool holds a prompt of `num_tokens` now."""
@@ -406,9 +331,9 @@ class Batch:
     @property
     def stats(self) -> BatchStats:
         """Counters; a copy."""
-        self._stepper.settle()
-        copy = BatchStats(**vars(self._stepper.stats))
-        ledger = self._stepper.ledger
+        self.stepper.settle()
+        copy = BatchStats(**vars(self.stepper.stats))
+        ledger = self.stepper.ledger
         copy.rotated_pages += int(ledger.mapped_begin[1:, ledger.live].sum())
         return copy
 
@@ -422,18 +347,18 @@ class Batch:
 
         Stream: waits. Cost: reads every table once. Lengths that came from the device are read first.
         """
-        with self._guard:
-            self._stepper.learn()
-            return audit_batch(self._stepper.ledger, self._buffers)
+        with self.guard:
+            self.stepper.learn()
+            return audit_batch(self.stepper.ledger, self._buffers)
 
     def close(self) -> None:
         """Retire everything and give the tables back, once. A second call does nothing."""
-        if not self._guard.close():
+        if not self.guard.close():
             return
         for sequence in self._sequences.values():
             sequence.state = "retired"
         self._sequences.clear()
-        self._stepper.close()
+        self.stepper.close()
         self._buffers.reset()
         self.resources.detach(self)
 
@@ -448,7 +373,7 @@ class Batch:
 
     def length_of(self, row: int) -> int:
         """Return the exact length of a row (for Sequence); raise StateError if the host only knows bounds."""
-        self._stepper.settle()
+        self.stepper.settle()
         return self._exact_length(row, "length")
 
     # -- checks --------------------------------------------------------------------------------------------------
@@ -461,7 +386,7 @@ class Batch:
         return sequence.row
 
     def _exact_length(self, row: int, call: str) -> int:
-        low, high = int(self._stepper.ledger.lo[row]), int(self._stepper.ledger.hi[row])
+        low, high = int(self.stepper.ledger.lo[row]), int(self.stepper.ledger.hi[row])
         if low != high:
             raise StateError(
                 f"{call}: {self._sequences[row]!r} is {low} to {high} tokens long, as the device decided; "
@@ -482,18 +407,12 @@ class Batch:
         number = positive(tokens, self.plan.config.max_batch_tokens, "for every sequence")
         if not self._sequences:
             raise StateError("step: no sequence is active; admit one first")
-        row, unprefilled = self._stepper.waiting_row()
+        row, unprefilled = self.stepper.waiting_row()
         if unprefilled:
             raise StateError(
                 f"step: {self._sequences[row]!r} has {unprefilled} unprefilled tokens; name sequences and counts in a mapping"
             )
-        return np.where(self._stepper.ledger.live, number, 0)
+        return np.where(self.stepper.ledger.live, number, 0)
 
     def _driven(self, counts: Any, take_back: Any, accepted: Any) -> DeviceCounts | None:
         return device_counts(self.resources.device, self._rows, counts, take_back, accepted)
-
-    def _captured_tokens(self, tokens: Any) -> int:
-        number, limit = integer(tokens), self.plan.config.max_step_tokens
-        if number is None or not 1 <= number <= limit:
-            raise InputError(f"tokens: {tokens!r} is not in 1..{limit} (max_step_tokens); longer steps cannot be captured")
-        return number

@@ -8,10 +8,9 @@ from numba_kv.batch.arguments import at_least_one
 from numba_kv.errors import StateError
 
 if TYPE_CHECKING:
-    from numba_kv.batch.batch import Batch
-    from numba_kv.batch.guard import CallGuard
+    from numba_kv.batch.hostless import HostlessSteps
     from numba_kv.batch.launches import DeviceCounts
-    from numba_kv.batch.stepper import Stepper
+    from numba_kv.device import Stream
 
 __all__ = ["CapturedStep"]
 
@@ -19,28 +18,34 @@ __all__ = ["CapturedStep"]
 class CapturedStep:
     """A captured step of a batch. Made by `Batch.capture`; keeps what it captured alive.
 
-    Call ``reserve(k)`` before and ``advanced(k)`` after k launches; until they are noted, the batch's lengths on the host
+    Call ``reserve(k)`` before and ``advanced(k)`` after k steps; until they are noted, the batch's lengths on the host
     are those from before.
 
     Attributes
     ----------
-    tokens : int
-        Tokens that each active row appends.
+    tokens, steps : int
+        Tokens that each active row appends in a step, and steps of one launch.
     launched : int
-        Launches that `advanced` has not noted yet.
+        Steps launched that `advanced` has not noted yet.
     """
 
-    def __init__(self, batch: Batch, stepper: Stepper, guard: CallGuard, tokens: int, driven: DeviceCounts | None) -> None:
+    def __init__(self, batch: HostlessSteps, tokens: int, steps: int, driven: DeviceCounts | None) -> None:
         self.tokens = tokens
+        self.steps = steps
         self.launched = 0
         self._batch = batch
-        self._stepper = stepper
-        self._guard = guard
+        self._stepper = batch.stepper
+        self._guard = batch.guard
         self._driven = driven
-        self._graph = batch.resources.device.capture(lambda stream: stepper.enqueue(tokens, driven, stream))
+
+        def work(stream: Stream) -> None:
+            for _ in range(steps):
+                self._stepper.enqueue(tokens, driven, stream)
+
+        self._graph = batch.resources.device.capture(work)
 
     def reserve(self, steps: int) -> None:
-        """Make room for `steps` launches; see `Batch.reserve`."""
+        """Make room for `steps` steps; see `Batch.reserve`."""
         self._batch.reserve(steps, self.tokens)
 
     def launch(self, stream: object | None = None) -> None:
@@ -54,7 +59,7 @@ class CapturedStep:
         Raises
         ------
         StateError
-            If no reserved step is left, or `stream` is another stream.
+            If not enough reserved steps are left, or `stream` is another stream.
 
         Stream: enqueues one graph launch. Sends nothing, allocates nothing.
         """
@@ -62,16 +67,16 @@ class CapturedStep:
             device = self._batch.resources.device
             if stream is not None and device.as_stream(stream).handle != device.stream.handle:
                 raise StateError(f"stream: {stream!r} is not the resources' stream; hand_over() moves them to it")
-            if self.launched >= self._stepper.reserved:
+            if self.launched + self.steps > self._stepper.reserved:
                 raise StateError(
                     f"launch: {self._stepper.reserved} steps were reserved and {self.launched} launched; reserve more"
                 )
             self._guard.is_enqueueing = True
             self._graph.launch(device.stream)
-            self.launched += 1
+            self.launched += self.steps
 
     def advanced(self, steps: int | None = None) -> None:
-        """Note launches (default: all that are not noted yet); see `Batch.advanced`. Host only."""
+        """Note steps (default: all that are not noted yet); see `Batch.advanced`. Host only."""
         with self._guard:
             number = self.launched if steps is None else at_least_one("steps", steps)
             if number > self.launched:

@@ -26,7 +26,7 @@ class EvenSteps:
 
     def repeats(self, tokens: Any) -> bool:
         """Return whether a step of `tokens` continues the run."""
-        return type(tokens) is int and tokens == self.count and tokens <= self._headroom
+        return type(tokens) is int and tokens == self.count and 0 < tokens <= self._headroom
 
     def start(self, count: int, counts: NDArray[np.int64], total: int, view: StepView, headroom: int) -> None:
         """Begin a run after its first step."""

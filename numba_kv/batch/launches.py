@@ -66,6 +66,7 @@ class StepLaunches:
         self._device = buffers.device
         config = buffers.plan.config
         self._rows = config.max_batch_size
+        self._items = self._rows * len(buffers.plan.groups)  # of `advance`
         self._max_step_tokens = config.max_step_tokens
         self._windows = sum(not g.window.is_full for g in buffers.plan.groups)
         self._staging = Staging(self._device, buffers.edits.size)
@@ -73,7 +74,7 @@ class StepLaunches:
         arena = buffers.arena
         state = {
             name: getattr(buffers, name)
-            for name in ("lengths", "high_water", "floors", "leased", "status", "mapped_begin", "groups")
+            for name in ("lengths", "high_water", "appended", "mapped_begin", "floors", "leased", "status", "groups")
         }
         tables = {name: arena[name] for name in ("page_tables", "block_tables")}
         self._advance_values: dict[str, Tensor | int] = {
@@ -142,9 +143,9 @@ class StepLaunches:
         """Enqueue a step whose layout the device already has. Returns the number of kernels."""
         short = longest <= SHORT_STEP_TOKENS
         if driven is None:
-            (self._short if short else self._long)(self._rows, stream)
+            (self._short if short else self._long)(self._items, stream)
         else:
-            self._advance_driven(driven, short)(self._rows, stream)
+            self._advance_driven(driven, short)(self._items, stream)
         launches = 1
         if not short:
             self._fill_slots(-(-num_tokens // self._tile), stream, num_tokens=num_tokens)
@@ -156,7 +157,7 @@ class StepLaunches:
 
     def rewind(self) -> None:
         """Enqueue a rewind by the take-back counts that the device already has."""
-        self._rewind(self._rows, self._device.stream)
+        self._rewind(self._items, self._device.stream)
 
     def _bind_advance(self, **changes: Tensor | int) -> Launch:
         return advance.bind(self._device, {**self._advance_values, **changes}, threads=ADVANCE_THREADS)

@@ -192,7 +192,7 @@ class Stepper:
         """Read lengths from the device where the host only knows bounds. Waits."""
         self.change()
         if not self.ledger.is_exact:
-            lengths, peaks = self.buffers.lengths.to_host(), self.buffers.high_water.to_host()
+            lengths, peaks = self.buffers.lengths[0].to_host(), self.buffers.high_water[0].to_host()
             self.ledger.learn(lengths, peaks, self.buffers.mapped_begin.to_host())
 
     def close(self) -> None:
@@ -213,7 +213,7 @@ class Stepper:
             self._send(block)
         if leases is not None and ids is not None:
             self.ledger.move_pages(leases.rows, leases.targets, ids)
-        self._layout = counts
+        self._layout = counts.copy()  # not the array of `_last`, in which rows that leave are set to 0
         return leases is not None
 
     def _lease(self, leases: LeasePlan, block: EditBlock) -> NDArray[np.int32]:

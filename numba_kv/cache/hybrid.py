@@ -40,7 +40,7 @@ class HybridCacheManager:
     @property
     def lengths(self) -> Tensor:
         """Tokens of each row: int32 [B] on the device."""
-        return self.step_buffers.lengths
+        return self.step_buffers.lengths[0]
 
     def kv(self, layer: int) -> Tensor:
         """Return the KV pool of a layer: [2, N, P, H, D]; see `KVCacheManager.kv`."""

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 __all__ = ["StepBuffers"]
 
-_ROW_STATE = ("lengths", "high_water", "floors", "leased", "status", "counts", "take_back", "seq_lens", "context_lens")
+_GROUP_STATE = ("lengths", "high_water", "appended", "mapped_begin")
+_ROW_STATE = ("floors", "leased", "status", "counts", "take_back", "seq_lens", "context_lens")
 _ARENAS = ("page_tables", "block_tables", "slot_mapping", "carry_slots")
 
 
@@ -37,10 +38,10 @@ class StepBuffers:
         page * P + offset of each token of the step; -1 drops it.
     carry_slots : tuple of Tensor int64 [B, W - 1] or None, one a group
         Slots of the tokens before a long step.
-    lengths, high_water, floors, leased, status, counts, take_back, seq_lens, context_lens : Tensor [B]
+    lengths, high_water, appended, mapped_begin : Tensor [G, B]
+        State of a row, one copy a group: its length, the longest it has been, tokens of its last step, first mapped page.
+    floors, leased, status, counts, take_back, seq_lens, context_lens : Tensor [B]
         Row state and step data.
-    mapped_begin : Tensor [G, B]
-        First mapped page of each window group.
     cu_seqlens_q : Tensor [B + 1]
         First token of each row in the step.
     positions : Tensor [T]
@@ -87,7 +88,7 @@ class StepBuffers:
         self.block_tables = tuple(t for t in views["block_tables"] if t is not None)
         self.slot_mapping = tuple(t for t in views["slot_mapping"] if t is not None)
         self.carry_slots = tuple(views["carry_slots"])
-        for name in (*_ROW_STATE, "mapped_begin", "cu_seqlens_q", "positions", "edits", "groups"):
+        for name in (*_GROUP_STATE, *_ROW_STATE, "cu_seqlens_q", "positions", "edits", "groups"):
             region = plan.region(name)
             setattr(self, name, Tensor(take(name, region.nbytes), device, dtype(region.dtype), region.shape))
         self.mapped_begin: Tensor = self.mapped_begin
@@ -107,9 +108,9 @@ class StepBuffers:
         self.device.fill(self.arena["page_tables"], -1, stream)
         for group, table in zip(self.plan.groups, self.block_tables, strict=True):
             self.device.fill(table, group.null_page, stream)
-        for name in _ROW_STATE:
+        for name in (*_GROUP_STATE, *_ROW_STATE):
             self.device.fill(getattr(self, name), 0, stream)
-        for tensor in (self.mapped_begin, self.cu_seqlens_q, self.positions):
+        for tensor in (self.cu_seqlens_q, self.positions):
             self.device.fill(tensor, 0, stream)
         for name in ("slot_mapping", "carry_slots"):
             self.device.fill(as_words(self.arena[name]), -1, stream)

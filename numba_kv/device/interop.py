@@ -59,7 +59,8 @@ def as_tensor(device: Device, value: Any, name: str) -> Tensor:
 def _from_interface(device: Device, owner: Any, interface: dict[str, Any], name: str) -> Tensor:
     import numpy as np
 
-    found = np.dtype(interface["typestr"])
+    # ml_dtypes arrays state an opaque type in their interface; the array itself knows better
+    found = owner.dtype if isinstance(owner, np.ndarray) else np.dtype(interface["typestr"])
     try:
         kind = dtype(found.name)
     except ConfigError as error:
@@ -67,8 +68,8 @@ def _from_interface(device: Device, owner: Any, interface: dict[str, Any], name:
     shape = tuple(int(n) for n in interface["shape"])
     steps = interface.get("strides")
     strides = None if steps is None else tuple(int(s) // kind.itemsize for s in steps)
-    if strides is not None and any(s < 0 for s in strides):
-        raise InteropError(f"{name}: negative strides {steps}")
+    if steps is not None and any(s < 0 or s % kind.itemsize for s in steps):
+        raise InteropError(f"{name}: strides of {steps} bytes are not whole, positive elements of {kind}")
     address = int(interface["data"][0])
     reach = sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) + 1 if strides is not None else int(np.prod(shape))
     nbytes = max(0, reach) * kind.itemsize

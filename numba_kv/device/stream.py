@@ -6,6 +6,7 @@ the order that a program states.
 
 from __future__ import annotations
 
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +20,7 @@ class Event:
 
     def __init__(self, native: Any = None) -> None:
         self.native = native
+        self._host_time = time.perf_counter()
 
     @property
     def is_done(self) -> bool:
@@ -29,6 +31,13 @@ class Event:
         """Wait until the work before the event has finished."""
         if self.native is not None:
             self.native.sync()
+
+    def microseconds_since(self, earlier: Event) -> float:
+        """Return the time between two events that were recorded with ``timing=True``. Waits for this one."""
+        if self.native is None or earlier.native is None:
+            return (self._host_time - earlier._host_time) * 1e6
+        self.synchronize()
+        return float(self.native - earlier.native) * 1e3
 
 
 class Stream:
@@ -42,7 +51,7 @@ class Stream:
 
     handle: int = 0
 
-    def record(self) -> Event:
+    def record(self, *, timing: bool = False) -> Event:
         """Enqueue and return an event after all work enqueued so far."""
         raise StateError("Stream is abstract; take one from a device")
 
@@ -64,7 +73,7 @@ class Stream:
 class HostStream(Stream):
     """Stream of the `cpu` and `sim` targets: every call has finished when it returns."""
 
-    def record(self) -> Event:
+    def record(self, *, timing: bool = False) -> Event:
         """Return an event that is done."""
         return Event()
 
@@ -97,9 +106,13 @@ class CudaStream(Stream):
         """Return the protocol's version and the stream address."""
         return (0, self.handle)
 
-    def record(self) -> Event:
+    def record(self, *, timing: bool = False) -> Event:
         """Enqueue and return an event after all work enqueued so far."""
-        return Event(self.native.record())
+        if not timing:
+            return Event(self.native.record())
+        from cuda.core import EventOptions
+
+        return Event(self.native.record(options=EventOptions(timing_enabled=True)))
 
     def wait(self, event: Event) -> None:
         """Make work enqueued from now on wait for `event`."""

@@ -1,4 +1,7 @@
-"""`advance`: all bookkeeping of a step, one row an item.
+"""`advance`: all bookkeeping of a step, one row of one window group an item.
+
+What a row's length depends on is kept once a group, so that items need nothing from each other: each finds the same
+length, makes the same decision and writes its own copy. All loads come first; their latency is what a step costs.
 
 For each row, e0 = length - taken back, n = count; for each window group the mapped pages become::
 
@@ -58,40 +61,20 @@ def lowest_page(kind, window, shift, query):
 
 
 @routine
-def refusal_of(length, count, back, room, capacity, peak, floor, leased, groups):
-    """Return 0, or why the row cannot take `back` tokens back and append `count`."""
-    start = length - back
-    if count < 0 or count > room or back < 0 or start < 0:
-        return BAD_COUNT
-    if start + count > capacity:
-        return OVER_CAPACITY
-    if count > 0 and groups[0, KIND] == FULL and pages_of(start + count, groups[0, SHIFT]) > leased:
-        return PAGE_MISSING
-    if back > 0 and start > 0:
-        if start < floor:
+def rewind_refusal(start, peak, floor, groups):
+    """Return 0, or why a row of peak length `peak` cannot go back to `start` tokens."""
+    if start < floor:
+        return REWIND_TOO_FAR
+    for g in range(1, groups.shape[0]):
+        shift = groups[g, SHIFT]
+        if lowest_page(groups[g, KIND], groups[g, WINDOW], shift, start) < pages_of(peak, shift) - groups[g, RING]:
             return REWIND_TOO_FAR
-        for g in range(1, groups.shape[0]):
-            shift = groups[g, SHIFT]
-            if lowest_page(groups[g, KIND], groups[g, WINDOW], shift, start) < pages_of(peak, shift) - groups[g, RING]:
-                return REWIND_TOO_FAR
     return 0
 
 
 @routine
-def remap(row, g, length, start, count, groups, mapped_begin, page_tables, block_tables):
-    """Move window group `g` of a row from its mapped pages to those of the step."""
-    shift = groups[g, SHIFT]
-    old_begin = np.int64(mapped_begin[g, row])
-    old_end = pages_of(length, shift)
-    if count > 0:
-        end = pages_of(start + count, shift)
-        begin = max(lowest_page(groups[g, KIND], groups[g, WINDOW], shift, start), end - groups[g, RING])
-    else:  # only taken back: keep what lies below
-        end = pages_of(start, shift)
-        begin = min(old_begin, end)
-    k_row = groups[g, TABLE_AT] + np.int64(row) * 2 * groups[g, WIDTH]
-    v_row = k_row + groups[g, WIDTH]
-    ring_row = groups[g, BLOCK_AT] + np.int64(row) * groups[g, WIDTH]
+def remap(k_row, v_row, id_row, old_begin, old_end, begin, end, num_pages, page_tables, block_tables):
+    """Make [begin, end) the mapped pages of a window row, from [old_begin, old_end)."""
     for page in range(old_begin, min(old_end, begin)):
         page_tables[k_row + page] = -1
         page_tables[v_row + page] = -1
@@ -99,26 +82,26 @@ def remap(row, g, length, start, count, groups, mapped_begin, page_tables, block
         page_tables[k_row + page] = -1
         page_tables[v_row + page] = -1
     for page in range(begin, min(end, old_begin)):
-        page_id = block_tables[ring_row + page]
+        page_id = block_tables[id_row + page]
         page_tables[k_row + page] = page_id
-        page_tables[v_row + page] = page_id + groups[g, NUM_PAGES]
+        page_tables[v_row + page] = page_id + num_pages
     for page in range(max(begin, old_end), end):
-        page_id = block_tables[ring_row + page]
+        page_id = block_tables[id_row + page]
         page_tables[k_row + page] = page_id
-        page_tables[v_row + page] = page_id + groups[g, NUM_PAGES]
-    mapped_begin[g, row] = begin
+        page_tables[v_row + page] = page_id + num_pages
 
 
 @kernel(
     counts=array("int32"),
     take_back=array("int32"),
     cu_seqlens_q=array("int32"),
-    lengths=array("int32"),
-    high_water=array("int32"),
+    lengths=array("int32", 2),
+    high_water=array("int32", 2),
+    appended=array("int32", 2),
+    mapped_begin=array("int32", 2),
     floors=array("int32"),
     leased=array("int32"),
     status=array("int32"),
-    mapped_begin=array("int32", 2),
     groups=array("int64", 2),
     page_tables=array("int32"),
     block_tables=array("int32"),
@@ -132,16 +115,17 @@ def remap(row, g, length, start, count, groups, mapped_begin, page_tables, block
     write_slots=scalar(),
 )
 def advance(
-    row,
+    item,
     counts,
     take_back,
     cu_seqlens_q,
     lengths,
     high_water,
+    appended,
+    mapped_begin,
     floors,
     leased,
     status,
-    mapped_begin,
     groups,
     page_tables,
     block_tables,
@@ -159,10 +143,32 @@ def advance(
     `use_counts` says whether `counts` counts, `back_mode` how `take_back` is read: not, as tokens to take back, or as tokens
     of the row's last step that stay.
 
-    Item: a row. Writes: lengths, high_water, status (refusals only), mapped_begin, page tables of window groups, seq_lens,
-    context_lens and, if `write_slots`, slot_mapping and positions of the row's tokens. A refused row keeps its state.
+    Item: g * B + row. Writes: lengths, high_water, appended, mapped_begin, page tables of window groups and, if
+    `write_slots`, slot_mapping of the row's tokens; items of group 0 also seq_lens, context_lens, positions and, for a
+    refusal, status. A refused row keeps its state.
     """
-    length = np.int64(lengths[row])
+    rows = np.uint32(counts.shape[0])
+    g = np.int64(np.uint32(item) // rows)
+    row = np.int64(np.uint32(item) % rows)
+    shift = groups[g, SHIFT]
+    kind = groups[g, KIND]
+    window = groups[g, WINDOW]
+    ring = groups[g, RING]
+    width = groups[g, WIDTH]
+    num_pages = groups[g, NUM_PAGES]
+    table_at = groups[g, TABLE_AT]
+    id_row = groups[g, BLOCK_AT] + row * width
+    slots_at = groups[g, SLOT_AT]
+    full_kind = groups[0, KIND]
+    full_shift = groups[0, SHIFT]
+    length = np.int64(lengths[g, row])
+    peak = np.int64(high_water[g, row])
+    last = np.int64(appended[g, row])
+    old_begin = np.int64(mapped_begin[g, row])
+    floor = np.int64(floors[row])
+    held = np.int64(leased[row])
+    first = np.int64(cu_seqlens_q[row])
+    room = np.int64(cu_seqlens_q[row + 1]) - first
     count = np.int64(0)
     if use_counts != 0:
         count = np.int64(counts[row])
@@ -170,40 +176,57 @@ def advance(
     if back_mode != NO_BACK:
         back = np.int64(take_back[row])
         if back_mode != TAKE_BACK:
-            appended = np.int64(seq_lens[row]) - np.int64(context_lens[row])
-            if back < 0 or back > appended:
+            if back < 0 or back > last:
                 back = np.int64(-1)  # refused below
             elif back_mode == ACCEPTED:
-                back = appended - back
-    first = np.int64(cu_seqlens_q[row])
-    room = np.int64(cu_seqlens_q[row + 1]) - first
-    peak = np.int64(high_water[row])
-    if count != 0 or back != 0:
-        refusal = refusal_of(length, count, back, room, capacity, peak, np.int64(floors[row]), np.int64(leased[row]), groups)
-        if refusal != 0:
-            status[row] = refusal
-            count = np.int64(0)
-            back = np.int64(0)
+                back = last - back
+
     start = length - back
+    refusal = 0
+    if count < 0 or count > room or back < 0 or start < 0:
+        refusal = BAD_COUNT
+    elif start + count > capacity:
+        refusal = OVER_CAPACITY
+    elif count > 0 and full_kind == FULL and pages_of(start + count, full_shift) > held:
+        refusal = PAGE_MISSING
+    elif back > 0 and start > 0:
+        refusal = rewind_refusal(start, peak, floor, groups)
+    if refusal != 0:
+        if g == 0:
+            status[row] = refusal
+        count = np.int64(0)
+        start = length
+        back = np.int64(0)
+    after = start + count
+
+    begin = old_begin
     if count != 0 or back != 0:
-        for g in range(1, groups.shape[0]):
-            remap(row, g, length, start, count, groups, mapped_begin, page_tables, block_tables)
+        if window > 0:
+            end = pages_of(after, shift)
+            if count != 0:
+                begin = max(lowest_page(kind, window, shift, start), end - ring)
+            else:  # only taken back: keep what lies below
+                begin = min(old_begin, end)
+            k_row = table_at + row * 2 * width
+            old_end = pages_of(length, shift)
+            remap(k_row, k_row + width, id_row, old_begin, old_end, begin, end, num_pages, page_tables, block_tables)
+            mapped_begin[g, row] = begin
         if start == 0:  # nothing of the row is left: a fresh ring
             peak = np.int64(0)
-        lengths[row] = start + count
-        high_water[row] = max(peak, start + count)
-    context_lens[row] = start
-    seq_lens[row] = start + count
+        lengths[g, row] = after
+        high_water[g, row] = max(peak, after)
+    appended[g, row] = count
+    if g == 0:
+        context_lens[row] = start
+        seq_lens[row] = after
     if write_slots != 0:
         for token in range(room):
             position = start + token
-            positions[first + token] = position if token < count else 0
-            for g in range(groups.shape[0]):
-                slot = np.int64(-1)
-                if token < count and groups[g, KIND] != EMPTY:
-                    shift = groups[g, SHIFT]
-                    page = position >> shift
-                    if page >= mapped_begin[g, row]:
-                        page_id = np.int64(block_tables[groups[g, BLOCK_AT] + np.int64(row) * groups[g, WIDTH] + page])
-                        slot = (page_id << shift) + (position - (page << shift))
-                slot_mapping[groups[g, SLOT_AT] + first + token] = slot
+            slot = np.int64(-1)
+            if token < count and kind != EMPTY:
+                page = position >> shift
+                if page >= begin:
+                    slot = (np.int64(block_tables[id_row + page]) << shift) + (position - (page << shift))
+            slot_mapping[slots_at + first + token] = slot
+            if g == 0:
+                positions[first + token] = position if token < count else 0

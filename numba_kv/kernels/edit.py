@@ -39,9 +39,10 @@ __all__ = ["apply_edits", "permute_rows"]
     groups=array("int64", 2),
     page_tables=array("int32"),
     block_tables=array("int32"),
+    lengths=array("int32", 2),
+    high_water=array("int32", 2),
+    appended=array("int32", 2),
     mapped_begin=array("int32", 2),
-    lengths=array("int32"),
-    high_water=array("int32"),
     floors=array("int32"),
     leased=array("int32"),
     status=array("int32"),
@@ -60,9 +61,10 @@ def apply_edits(
     groups,
     page_tables,
     block_tables,
-    mapped_begin,
     lengths,
     high_water,
+    appended,
+    mapped_begin,
     floors,
     leased,
     status,
@@ -81,13 +83,19 @@ def apply_edits(
     if item == num_records:
         rows = np.int64(counts.shape[0])
         if layout_at >= 0:
-            for i in range(lane, rows, lanes):
+            i = lane
+            while i < rows:
                 counts[i] = edits[layout_at + i]
-            for i in range(lane, rows + 1, lanes):
+                i += lanes
+            i = lane
+            while i < rows + 1:
                 cu_seqlens_q[i] = edits[layout_at + rows + i]
+                i += lanes
         if take_back_at >= 0:
-            for i in range(lane, rows, lanes):
+            i = lane
+            while i < rows:
                 take_back[i] = edits[take_back_at + i]
+                i += lanes
         return
     at = np.int64(item) * RECORD_WORDS
     row = np.int64(edits[at + ROW])
@@ -97,17 +105,23 @@ def apply_edits(
         k_row = groups[0, TABLE_AT] + row * 2 * width
         block_row = groups[0, BLOCK_AT] + row * width
         null_page = groups[0, NUM_PAGES] - 2
-        for page in range(np.int64(edits[at + CLEAR_FROM]) + lane, np.int64(edits[at + CLEAR_TO]), lanes):
+        page = np.int64(edits[at + CLEAR_FROM]) + lane
+        stop = np.int64(edits[at + CLEAR_TO])
+        while page < stop:
             page_tables[k_row + page] = -1
             page_tables[k_row + width + page] = -1
             block_tables[block_row + page] = null_page
+            page += lanes
         first = np.int64(edits[at + FIRST])
         ids = np.int64(edits[at + IDS_AT])
-        for i in range(lane, np.int64(edits[at + COUNT]), lanes):
+        i = lane
+        stop = np.int64(edits[at + COUNT])
+        while i < stop:
             page_id = edits[ids + i]
             page_tables[k_row + first + i] = page_id
             page_tables[k_row + width + first + i] = page_id + groups[0, NUM_PAGES]
             block_tables[block_row + first + i] = page_id
+            i += lanes
         if lane == 0:
             leased[row] = edits[at + FIRST] + edits[at + COUNT]
     if flags & RESET != 0:
@@ -119,22 +133,27 @@ def apply_edits(
             k_row = groups[g, TABLE_AT] + row * 2 * width
             begin = max(np.int64(0), (np.int64(edits[at + LOW_TOKENS]) >> shift) - ring)
             end = (np.int64(edits[at + HIGH_TOKENS]) + (np.int64(1) << shift) - 1) >> shift
-            for page in range(begin + lane, end, lanes):
+            page = begin + lane
+            while page < end:
                 page_tables[k_row + page] = -1
                 page_tables[k_row + width + page] = -1
+                page += lanes
             block_row = groups[g, BLOCK_AT] + row * width
             null_page = groups[g, NUM_PAGES] - 2
-            for column in range(lane, width, lanes):
+            column = lane
+            while column < width:
                 page_id = null_page
                 if flags & LIVE != 0:
                     page_id = np.int64(edits[ring_at + np.int64(np.uint32(column) % np.uint32(ring))])
                 block_tables[block_row + column] = page_id
+                column += lanes
             ring_at += ring
-            if lane == 0:
-                mapped_begin[g, row] = 0
         if lane == 0:
-            lengths[row] = 0
-            high_water[row] = 0
+            for g in range(groups.shape[0]):
+                lengths[g, row] = 0
+                high_water[g, row] = 0
+                appended[g, row] = 0
+                mapped_begin[g, row] = 0
             floors[row] = 0
             status[row] = 0
 
@@ -145,15 +164,29 @@ def apply_edits(
     groups=array("int64", 2),
     page_tables=array("int32"),
     block_tables=array("int32"),
+    lengths=array("int32", 2),
+    high_water=array("int32", 2),
+    appended=array("int32", 2),
     mapped_begin=array("int32", 2),
-    lengths=array("int32"),
-    high_water=array("int32"),
     floors=array("int32"),
     leased=array("int32"),
     status=array("int32"),
 )
 def permute_rows(
-    item, lane, lanes, edits, groups, page_tables, block_tables, mapped_begin, lengths, high_water, floors, leased, status
+    item,
+    lane,
+    lanes,
+    edits,
+    groups,
+    page_tables,
+    block_tables,
+    lengths,
+    high_water,
+    appended,
+    mapped_begin,
+    floors,
+    leased,
+    status,
 ):
     """Move the metadata of rows along a cycle; no KV byte moves.
 
@@ -168,38 +201,42 @@ def permute_rows(
             base = groups[g, BLOCK_AT] if form == 2 else groups[g, TABLE_AT] + form * width
             pitch = width if form == 2 else 2 * width
             if form == 2:
-                for column in range(lane, width, lanes):
+                column = lane
+                while column < width:
                     kept = block_tables[base + np.int64(edits[first]) * pitch + column]
                     for i in range(first, last):
                         source = block_tables[base + np.int64(edits[i + 1]) * pitch + column]
                         block_tables[base + np.int64(edits[i]) * pitch + column] = source
                     block_tables[base + np.int64(edits[last]) * pitch + column] = kept
+                    column += lanes
             else:
-                for column in range(lane, width, lanes):
+                column = lane
+                while column < width:
                     kept = page_tables[base + np.int64(edits[first]) * pitch + column]
                     for i in range(first, last):
                         source = page_tables[base + np.int64(edits[i + 1]) * pitch + column]
                         page_tables[base + np.int64(edits[i]) * pitch + column] = source
                     page_tables[base + np.int64(edits[last]) * pitch + column] = kept
+                    column += lanes
     if lane == 0:
-        head = edits[first]
+        head, tail = edits[first], edits[last]
         for g in range(groups.shape[0]):
-            kept_begin = mapped_begin[g, head]
+            length, peak = lengths[g, head], high_water[g, head]
+            count, begin = appended[g, head], mapped_begin[g, head]
             for i in range(first, last):
+                lengths[g, edits[i]] = lengths[g, edits[i + 1]]
+                high_water[g, edits[i]] = high_water[g, edits[i + 1]]
+                appended[g, edits[i]] = appended[g, edits[i + 1]]
                 mapped_begin[g, edits[i]] = mapped_begin[g, edits[i + 1]]
-            mapped_begin[g, edits[last]] = kept_begin
-        kept_length, kept_peak, kept_floor = lengths[head], high_water[head], floors[head]
-        kept_leased, kept_status = leased[head], status[head]
+            lengths[g, tail] = length
+            high_water[g, tail] = peak
+            appended[g, tail] = count
+            mapped_begin[g, tail] = begin
+        floor, held, word = floors[head], leased[head], status[head]
         for i in range(first, last):
-            to, source_row = edits[i], edits[i + 1]
-            lengths[to] = lengths[source_row]
-            high_water[to] = high_water[source_row]
-            floors[to] = floors[source_row]
-            leased[to] = leased[source_row]
-            status[to] = status[source_row]
-        tail = edits[last]
-        lengths[tail] = kept_length
-        high_water[tail] = kept_peak
-        floors[tail] = kept_floor
-        leased[tail] = kept_leased
-        status[tail] = kept_status
+            floors[edits[i]] = floors[edits[i + 1]]
+            leased[edits[i]] = leased[edits[i + 1]]
+            status[edits[i]] = status[edits[i + 1]]
+        floors[tail] = floor
+        leased[tail] = held
+        status[tail] = word

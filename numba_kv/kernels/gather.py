@@ -28,9 +28,13 @@ def gather_rows(item, lane, lanes, destination, table, slots, num_slots, row_wor
     slot = np.int64(slots[item])
     to = np.int64(item) * row_words
     if slot < 0 or slot >= num_slots:
-        for word in range(lane, row_words, lanes):
+        word = lane
+        while word < row_words:
             destination[to + word] = missing
+            word += lanes
     else:
         source = slot * row_words
-        for word in range(lane, row_words, lanes):
+        word = lane
+        while word < row_words:
             destination[to + word] = table[source + word]
+            word += lanes

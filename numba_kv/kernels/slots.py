@@ -94,10 +94,12 @@ def fill_carry(item, lane, lanes, context_lens, seq_lens, groups, block_tables, 
     shift = groups[g, SHIFT]
     ids = groups[g, BLOCK_AT] + row * groups[g, WIDTH]
     out = groups[g, CARRY_AT] + row * width
-    for column in range(lane, width, lanes):
+    column = lane
+    while column < width:
         position = start - width + column
         slot = np.int64(-1)
         if position >= low:
             page = position >> shift
             slot = (np.int64(block_tables[ids + page]) << shift) + (position - (page << shift))
         carry_slots[out + column] = slot
+        column += lanes

@@ -18,6 +18,8 @@ from numba_kv.kernels.jit import Kernel
 
 #: Stands wherever no kernel may write, and wherever a kernel has not written yet.
 UNWRITTEN = 77
+#: State of rows that the device keeps once a group.
+_PER_GROUP = ("lengths", "high_water", "appended")
 _KINDS = {"full": layout.FULL, "sliding": layout.SLIDING, "chunked": layout.CHUNKED}
 
 
@@ -84,7 +86,7 @@ class StepArrays:
         for name, size in at.items():
             kind = np.int64 if name in ("slot_mapping", "carry_slots") else np.int32
             self.arrays[name] = np.full(size, UNWRITTEN, kind)
-        for name in ("lengths", "high_water", "floors", "leased", "status", "counts", "take_back"):
+        for name in (*_PER_GROUP, "floors", "leased", "status", "counts", "take_back"):
             self.arrays[name] = np.zeros(rows, np.int32)
         for name, size in (("seq_lens", rows), ("context_lens", rows), ("positions", tokens)):
             self.arrays[name] = np.full(size, UNWRITTEN, np.int32)
@@ -147,14 +149,23 @@ class StepArrays:
         return other
 
     def launch(self, kernel: Kernel, device: Device, items: int, **scalars: int) -> StepArrays:
-        """Run a kernel over a copy of the arrays on the device and return them as it left them."""
-        tensors = {name: device.tensor(a.shape, dtype(a.dtype.name)) for name, a in self.arrays.items()}
+        """Run a kernel over a copy of the arrays on the device and return them as it left them.
+
+        What kernels keep once a group is here once; it is copied before, and must be the same in all groups after.
+        """
+        copies = np.ones((len(self.groups), 1), np.int32)
+        given = {name: a * copies if name in _PER_GROUP else a for name, a in self.arrays.items()}
+        tensors = {name: device.tensor(a.shape, dtype(a.dtype.name)) for name, a in given.items()}
         for name, tensor in tensors.items():
-            tensor.fill_from(self.arrays[name])
+            tensor.fill_from(given[name])
         named = {name: tensors[name] for name, argument in kernel.arguments.items() if argument.dtype is not None}
         kernel.bind(device, {**named, **scalars})(items, device.stream)
         after = self.copy()
         after.arrays = {name: tensor.to_host() for name, tensor in tensors.items()}
+        for name in _PER_GROUP:
+            found = after.arrays[name]
+            assert (found == found[0]).all(), f"{name} differs between groups: {found.tolist()}"
+            after.arrays[name] = found[0].copy()
         return after
 
 
@@ -191,6 +202,7 @@ def advanced(a: StepArrays, counts: list[int], back: list[int], capacity: int, w
         start = int(a.lengths[row]) - k
         b.lengths[row] = b.seq_lens[row] = start + n
         b.context_lens[row] = start
+        b.appended[row] = n
         if n or k:
             b.high_water[row] = max(start + n, a.high_water[row] if start else 0)
         for g, group in enumerate(a.groups[1:], 1):

@@ -30,27 +30,30 @@ def run(
     room: list[int] | None = None,
     capacity: int = 32,
     write_slots: bool = True,
-    accepted: bool = False,
+    mode: int = layout.TAKE_BACK,
 ) -> StepArrays:
-    """Launch a step and check every array against the closed form."""
+    """Launch a step and check every array against the closed form; `mode` says how `back` is read."""
     before = before.copy()
     rows = before.rows
     before.lay_out(room or counts or [0] * rows)
     before.counts[:] = 99 if counts is None else counts
     before.take_back[:] = 99 if back is None else back
-    mode = layout.NO_BACK if back is None else layout.ACCEPTED if accepted else layout.TAKE_BACK
     after = before.launch(
         advance,
         device,
-        rows,
+        rows * len(before.groups),
         capacity=capacity,
         use_counts=int(counts is not None),
-        back_mode=mode,
+        back_mode=layout.NO_BACK if back is None else mode,
         write_slots=int(write_slots),
     )
     taken = back or [0] * rows
-    if accepted:
-        taken = (before.seq_lens - before.context_lens - np.array(back)).tolist()
+    if back and mode != layout.TAKE_BACK:  # of the last step, at most all of it
+        read = [
+            (k, n - k) if mode == layout.LAST_TAKE_BACK else (n - k, k)
+            for k, n in zip(back, before.appended.tolist(), strict=True)
+        ]
+        taken = [k if k >= 0 and rest >= 0 else -1 for k, rest in read]
     same(after, advanced(before, counts or [0] * rows, taken, capacity, write_slots))
     return after
 
@@ -75,7 +78,7 @@ def test_tokens_are_appended_where_the_tables_say(device: Device) -> None:
 def test_a_count_of_zero_changes_nothing(device: Device) -> None:
     before = run(device, sliding(), [7, 3])
     after = run(device, before, [0, 0], [0, 0], write_slots=False)
-    for name in before.arrays.keys() - {"counts", "take_back", "cu_seqlens_q", "seq_lens", "context_lens"}:
+    for name in before.arrays.keys() - {"counts", "take_back", "cu_seqlens_q", "seq_lens", "context_lens", "appended"}:
         assert np.array_equal(after.arrays[name], before.arrays[name]), name
     assert after.seq_lens.tolist() == after.context_lens.tolist() == [7, 3]
 
@@ -97,16 +100,25 @@ def test_tokens_are_only_taken_back(device: Device) -> None:
 def test_accepted_tokens_stay_and_the_rest_is_taken_back(device: Device) -> None:
     before = run(device, sliding(max_step_tokens=4), [8, 8])
     drafted = run(device, before, [4, 4])
-    after = run(device, drafted, [1, 4], [1, 4], accepted=True)
+    after = run(device, drafted, [1, 4], [1, 4], mode=layout.ACCEPTED)
     assert after.context_lens.tolist() == [9, 12]
     assert after.lengths.tolist() == [10, 16]
 
 
-def test_more_tokens_cannot_be_accepted_than_were_appended(device: Device) -> None:
+@pytest.mark.parametrize("mode", [layout.ACCEPTED, layout.LAST_TAKE_BACK])
+@pytest.mark.parametrize("number", [3, -1, INT32_MAX, -INT32_MAX - 1])
+def test_only_tokens_of_the_last_step_are_accepted_or_taken_back(device: Device, mode: int, number: int) -> None:
     before = run(device, run(device, sliding(), [8, 8]), [2, 2])
-    after = run(device, before, [1, 1], [3, 2], room=[1, 1], accepted=True)
+    after = run(device, before, [1, 1], [number, 1], mode=mode)
     assert after.status.tolist() == [Status.BAD_COUNT, 0]
-    assert after.lengths.tolist() == [10, 11]
+    assert after.lengths.tolist() == [10, 10]
+
+
+def test_a_row_that_appended_nothing_has_nothing_to_take_back(device: Device) -> None:
+    before = run(device, run(device, sliding(), [8, 8]), [0, 1])
+    after = run(device, before, [1, 1], [1, 1], mode=layout.LAST_TAKE_BACK)
+    assert after.status.tolist() == [Status.BAD_COUNT, 0]
+    assert run(device, before, [1, 1], [0, 0], mode=layout.ACCEPTED).lengths.tolist() == [9, 9]
 
 
 def test_going_back_to_the_start_makes_a_fresh_ring(device: Device) -> None:
@@ -281,6 +293,7 @@ def test_any_sequence_of_steps_follows_the_closed_form(device: Device, arrays: S
             room,
             capacity,
             write_slots=data.draw(st.booleans()),
+            mode=data.draw(st.sampled_from([layout.TAKE_BACK, layout.LAST_TAKE_BACK, layout.ACCEPTED])),
         )
         arrays.status[:] = 0
 

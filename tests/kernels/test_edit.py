@@ -17,7 +17,7 @@ from numba_kv.kernels.edit import apply_edits, permute_rows
 from tests.helpers.step_arrays import StepArrays, full_group, same, window_group
 
 EXAMPLES = 15 if kv.target() == "sim" else 50
-ROW_STATE = ("lengths", "high_water", "floors", "leased", "status")
+ROW_STATE = ("lengths", "high_water", "appended", "floors", "leased", "status")
 
 
 @pytest.fixture(scope="module")

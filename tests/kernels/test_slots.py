@@ -173,7 +173,7 @@ def test_short_steps_get_the_same_slots_from_both_kernels(device: Device, step: 
     before.counts[:] = before.seq_lens - before.context_lens
     before.leased[:] = before.groups[0].width
     options = {"capacity": 1 << 20, "use_counts": 1, "back_mode": layout.NO_BACK}
-    at_once = before.launch(advance, device, before.rows, **options, write_slots=1)
-    later = before.launch(advance, device, before.rows, **options, write_slots=0)
+    at_once = before.launch(advance, device, before.rows * len(before.groups), **options, write_slots=1)
+    later = before.launch(advance, device, before.rows * len(before.groups), **options, write_slots=0)
     total = int(before.cu_seqlens_q[-1])
     same(later.launch(fill_slots, device, ceil_div(total, tile), num_tokens=total, tile=tile), at_once)

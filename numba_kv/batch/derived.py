@@ -1,0 +1,185 @@
+"""DerivedForms: other shapes of a step's tables, for kernels that want them. Built on the device, on request."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from numba_kv.device import Tensor
+from numba_kv.dtypes import dtype
+from numba_kv.errors import InputError, StateError
+from numba_kv.geometry import round_up
+from numba_kv.kernels.derived import compact_table, copy_indices, count_pages, split_table
+
+if TYPE_CHECKING:
+    from numba_kv.batch.guard import CallGuard
+    from numba_kv.cache.step_buffers import StepBuffers
+    from numba_kv.device import Memory, Stream
+    from numba_kv.kernels.jit import Launch
+
+__all__ = ["CompactWindow", "DerivedForms", "KvIndices"]
+
+
+@dataclass(frozen=True, slots=True)
+class KvIndices:
+    """CSR form of a group, as FlashInfer's wrappers and SGLang's kernels take it.
+
+    Attributes
+    ----------
+    kv_indptr : Tensor
+        int32 [B + 1]: first index of each row. A row without tokens has none.
+    kv_indices : Tensor
+        int32 [at most every page of every row]: page ids; only the mapped pages of a window.
+    last_page_len : Tensor
+        int32 [B]: tokens in each row's last page, 1 to P; 1 for a row without tokens.
+    """
+
+    kv_indptr: Tensor
+    kv_indices: Tensor
+    last_page_len: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class CompactWindow:
+    """Block table of a window group from the first mapped page on.
+
+    Causal and window masks count from the end, so attention over it equals attention over the whole row.
+
+    Attributes
+    ----------
+    window_tables : Tensor
+        int32 [B, R rounded up to 128 tokens]: column j is logical page ``begin + j``; null pages behind the last.
+    window_seq_lens : Tensor
+        int32 [B]: the row's length less ``begin * P``.
+    """
+
+    window_tables: Tensor
+    window_seq_lens: Tensor
+
+
+class DerivedForms:
+    """Makes derived forms of the last step's tables. Owned by a Batch (`Batch.derived`).
+
+    Each form has buffers of its own, allocated on the first request; later requests refresh them in place, so a captured
+    request stays valid.
+    """
+
+    def __init__(self, buffers: StepBuffers, guard: CallGuard, take: Callable[[str, int], Memory]) -> None:
+        self._buffers = buffers
+        self._guard = guard
+        self._take = take
+        self._made: dict[tuple[str, int], tuple[Any, list[tuple[Launch, int]]]] = {}
+
+    def csr(self, group: int, stream: object | None = None) -> KvIndices:
+        """Return the CSR form of a group.
+
+        Parameters
+        ----------
+        group : int
+            g; 0 is full attention.
+        stream : stream, optional
+            A capturing stream, or the resources' stream (default).
+
+        Raises
+        ------
+        InputError
+            If there is no such group.
+        StateError
+            If the form is requested for the first time while `stream` is being captured.
+
+        Stream: enqueues two kernels. Cost: O(rows squared) additions and one copy of the mapped ids.
+        """
+        form: KvIndices = self._request("csr", group, stream, self._make_csr)
+        return form
+
+    def compact(self, group: int, stream: object | None = None) -> CompactWindow:
+        """Return the compact table of a window group; parameters and errors as in `csr`.
+
+        Stream: enqueues one kernel.
+        """
+        if group == 0:
+            raise InputError("group: 0 is full attention; only a window group has a compact table")
+        form: CompactWindow = self._request("compact", group, stream, self._make_compact)
+        return form
+
+    def kv_block_tables(self, group: int, stream: object | None = None) -> Tensor:
+        """Return K and V ids of a group, int32 [B, 2, L], every entry valid, V = K + N; as in `csr`.
+
+        Stream: enqueues one kernel.
+        """
+        form: Tensor = self._request("kv_block_tables", group, stream, self._make_split)
+        return form
+
+    def _request(self, form: str, group: int, stream: object | None, make: Callable[[int], Any]) -> Any:
+        with self._guard:
+            groups = len(self._buffers.plan.groups)
+            if isinstance(group, bool) or not isinstance(group, int) or not 0 <= group < groups:
+                raise InputError(f"group: {group!r} is not one of the {groups} window groups (0..{groups - 1})")
+            device = self._buffers.device
+            target: Stream = device.stream if stream is None else device.as_capturing_stream(stream)
+            if (form, group) not in self._made:
+                if target is not device.stream and device.target == "cuda":
+                    raise StateError(f"{form} of group {group} has no buffers yet; request it once before the capture")
+                self._made[form, group] = make(group)
+            made, launches = self._made[form, group]
+            self._guard.is_enqueueing = True
+            for launch, items in launches:
+                launch(items, target)
+            return made
+
+    def _tensor(self, *shape: int) -> Tensor:
+        size = 4
+        for extent in shape:
+            size *= extent
+        return Tensor(self._take("derived", round_up(size, 256)), self._buffers.device, dtype("int32"), shape)
+
+    def _make_csr(self, group: int) -> tuple[KvIndices, list[tuple[Launch, int]]]:
+        buffers, device = self._buffers, self._buffers.device
+        rows, plan = buffers.plan.config.max_batch_size, buffers.plan.groups[group]
+        pages = max(1, rows * (plan.ring or plan.row_pages))
+        form = KvIndices(self._tensor(rows + 1), self._tensor(pages), self._tensor(rows))
+        shared: dict[str, Tensor | int] = {
+            "mapped_begin": buffers.mapped_begin,
+            "groups": buffers.groups,
+            "kv_indptr": form.kv_indptr,
+            "group": group,
+        }
+        count = count_pages.bind(device, {**shared, "seq_lens": buffers.seq_lens, "last_page_len": form.last_page_len})
+        tables = {"block_tables": buffers.arena["block_tables"], "kv_indices": form.kv_indices}
+        copy = copy_indices.bind(device, {**shared, **tables})
+        return form, [(count, rows + 1), (copy, rows)]
+
+    def _make_compact(self, group: int) -> tuple[CompactWindow, list[tuple[Launch, int]]]:
+        buffers = self._buffers
+        rows, plan = buffers.plan.config.max_batch_size, buffers.plan.groups[group]
+        width = round_up(plan.ring, max(1, 128 // plan.page_tokens))
+        form = CompactWindow(self._tensor(rows, width), self._tensor(rows))
+        launch = compact_table.bind(
+            buffers.device,
+            {
+                "seq_lens": buffers.seq_lens,
+                "mapped_begin": buffers.mapped_begin,
+                "groups": buffers.groups,
+                "block_tables": buffers.arena["block_tables"],
+                "window_tables": form.window_tables,
+                "window_seq_lens": form.window_seq_lens,
+                "group": group,
+            },
+        )
+        return form, [(launch, rows)]
+
+    def _make_split(self, group: int) -> tuple[Tensor, list[tuple[Launch, int]]]:
+        buffers = self._buffers
+        rows, plan = buffers.plan.config.max_batch_size, buffers.plan.groups[group]
+        form = self._tensor(rows, 2, plan.table_width)
+        launch = split_table.bind(
+            buffers.device,
+            {
+                "groups": buffers.groups,
+                "block_tables": buffers.arena["block_tables"],
+                "kv_block_tables": form,
+                "group": group,
+            },
+        )
+        return form, [(launch, rows)]
