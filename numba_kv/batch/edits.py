@@ -19,10 +19,9 @@ class EditBlock:
     """Collects records and lays them out in staging words (`kernels/layout.py`)."""
 
     def __init__(self) -> None:
-        self._records: list[list[int]] = []
-        self._rings: list[tuple[int, NDArray[np.int32]]] = []  # record, its ring pages
-        self._pages = np.zeros((0, layout.RECORD_WORDS), np.int32)
-        self._page_ids = np.zeros(0, np.int32)
+        self._records = np.zeros((0, layout.RECORD_WORDS), np.int32)
+        self._tail = np.zeros(0, np.int32)  # page ids that records point at
+        self._tail_column = layout.IDS_AT  # the word of a record that says where, from the first of them
         self._layout: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None
         self._take_back: NDArray[np.int64] | None = None
 
@@ -32,7 +31,7 @@ class EditBlock:
     @property
     def num_records(self) -> int:
         """Rows that change."""
-        return len(self._records) + len(self._pages)
+        return len(self._records)
 
     @property
     def has_layout(self) -> bool:
@@ -57,17 +56,33 @@ class EditBlock:
         records[:, layout.ROW] = rows
         records[:, layout.FIRST] = firsts
         records[:, layout.COUNT] = sizes
-        records[:, layout.IDS_AT] = np.cumsum(sizes) - sizes  # from the first id; `write` adds where that is
+        records[:, layout.IDS_AT] = np.cumsum(sizes) - sizes
         records[:, layout.CLEAR_FROM] = ends
         records[:, layout.CLEAR_TO] = np.maximum(ends, held)
-        self._pages, self._page_ids = records, ids
+        self._records, self._tail, self._tail_column = records, ids, layout.IDS_AT
 
-    def reset(self, row: int, held: int, tokens: tuple[int, int], rings: list[NDArray[np.int32]] | None) -> None:
-        """Empty a row that held `held` pages and between tokens[0] and tokens[1] tokens; with `rings` it starts a sequence."""
-        flags = layout.RESET | (layout.LIVE if rings is not None else 0)
-        if rings:
-            self._rings.append((len(self._records), np.concatenate(rings)))
-        self._records.append([row, flags, 0, 0, 0, 0, held, 0, tokens[0], tokens[1]])
+    def set_resets(
+        self,
+        rows: NDArray[np.int64],
+        is_live: NDArray[np.bool_],
+        held: NDArray[np.int64],
+        lo: NDArray[np.int64],
+        hi: NDArray[np.int64],
+        rings: NDArray[np.int32],
+    ) -> None:
+        """Empty several rows, and start a sequence in some.
+
+        Row ``rows[i]`` held ``held[i]`` full-group pages and between ``lo[i]`` and ``hi[i]`` tokens; if ``is_live[i]`` it gets
+        ``rings[i]``, the ring pages of all window groups.
+        """
+        records = np.zeros((len(rows), layout.RECORD_WORDS), np.int32)
+        records[:, layout.ROW] = rows
+        records[:, layout.FLAGS] = np.where(is_live, layout.RESET | layout.LIVE, layout.RESET)
+        records[:, layout.CLEAR_TO] = held
+        records[:, layout.RINGS_AT] = np.arange(len(rows)) * rings.shape[1]
+        records[:, layout.LOW_TOKENS] = lo
+        records[:, layout.HIGH_TOKENS] = hi
+        self._records, self._tail, self._tail_column = records, rings.ravel(), layout.RINGS_AT
 
     def set_layout(self, counts: NDArray[np.int64], cu_seqlens: NDArray[np.int64]) -> None:
         """Set the counts of the next step and where each row's tokens start."""
@@ -85,19 +100,12 @@ class EditBlock:
         num_words, layout_at, take_back_at : int
             Words written, and first words of the two arrays (-1: absent).
         """
-        at = self.num_records * layout.RECORD_WORDS
-        self._room(words, at + len(self._page_ids))
-        words[at : at + len(self._page_ids)] = self._page_ids
-        self._pages[:, layout.IDS_AT] += at
-        at += len(self._page_ids)
-        for record, ring in self._rings:
-            self._records[record][layout.RINGS_AT] = at
-            self._room(words, at + len(ring))
-            words[at : at + len(ring)] = ring
-            at += len(ring)
-        first = len(self._records) * layout.RECORD_WORDS
-        words[:first] = np.array(self._records, np.int32).ravel()
-        words[first : first + self._pages.size] = self._pages.ravel()
+        at = self._records.size
+        self._room(words, at + len(self._tail))
+        self._records[:, self._tail_column] += at
+        words[:at] = self._records.ravel()
+        words[at : at + len(self._tail)] = self._tail
+        at += len(self._tail)
         layout_at = take_back_at = -1
         if self._layout is not None:
             counts, cu_seqlens = self._layout

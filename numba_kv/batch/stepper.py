@@ -62,21 +62,23 @@ class Stepper:
         """Empty rows and start sequences in the lowest free ones; return the rows of the new sequences."""
         self.change()
         ledger = self.ledger
-        rows = ledger.peek_rows(len(prompts), leaving)
+        left = np.array(leaving, np.int64)
+        joining = ledger.peek_rows(len(prompts), left)
+        changes = np.zeros(self._rows, np.int8)  # 1: the row becomes empty, 2: a sequence starts in it
+        changes[left] = 1
+        changes[joining] = 2
+        rows = np.flatnonzero(changes)
+        rings = ledger.rings[1][rows] if len(ledger.rings) == 2 else np.hstack([ring[rows] for ring in ledger.rings])
         block = EditBlock()
-        for row in {**dict.fromkeys(leaving), **dict.fromkeys(rows)}:
-            rings = [ring[row] for ring in ledger.rings[1:]] if row in rows else None
-            block.reset(row, int(ledger.leased[row]), (int(ledger.lo[row]), int(ledger.hi[row])), rings)
+        block.set_resets(rows, changes[rows] == 2, ledger.leased[rows], ledger.lo[rows], ledger.hi[rows], rings)
         self._send(block)
-        for row in leaving:
-            self.stats.rotated_pages += int(ledger.mapped_begin[1:, row].sum())
-            ledger.retire(row)
-            self._last[row] = 0
-        for row, prompt in zip(rows, prompts, strict=True):
-            ledger.admit(row, prompt)
-        self.stats.retired += len(leaving)
-        self.stats.admitted += len(rows)
-        return rows
+        self.stats.rotated_pages += int(ledger.mapped_begin[1:, left].sum())
+        ledger.retire(left)
+        ledger.admit(joining, np.array(prompts, np.int64))
+        self._last[rows] = 0
+        self.stats.retired += len(left)
+        self.stats.admitted += len(joining)
+        return [int(row) for row in joining]
 
     def permute(self, sources: NDArray[np.int64]) -> None:
         """Make row i what row ``sources[i]`` was."""

@@ -55,6 +55,7 @@ class PageIdPool:
         self._stack = np.arange(usable_pages - 1, -1, -1, dtype=np.int32)
         self._top = usable_pages
         self._state = np.zeros(usable_pages, np.uint8)
+        self._stamp = np.zeros(usable_pages, np.int32)
         self._reserved = reserved_pages
         self._peak = 0
 
@@ -109,7 +110,11 @@ class PageIdPool:
         if not len(ids):
             return
         known = int(ids.min()) >= 0 and int(ids.max()) < len(self._stack)
-        if not known or int(self._state[ids].min()) == _FREE or len(np.unique(ids)) != len(ids):
+        if known:
+            order = np.arange(len(ids), dtype=np.int32)
+            self._stamp[ids] = order  # of an id that is named twice only the last place stays
+            known = bool((self._stamp[ids] == order).all()) and int(self._state[ids].min()) == _OWNED
+        if not known:
             raise InvariantError(f"pages: {ids.tolist()} are given back, but not all of them are owned once")
         self._state[ids] = _FREE
         self._stack[self._top : self._top + len(ids)] = ids

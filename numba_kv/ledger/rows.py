@@ -6,7 +6,6 @@ host knows a range [lo, hi] for a length; leases use hi.
 
 from __future__ import annotations
 
-import heapq
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -39,6 +38,8 @@ class RowLedger:
         Pages of the full group that the row holds; `pages[row, :leased]` are their ids.
     rings : list of int32 [B, R]
         Ring pages of each window group by row (entry 0 is empty).
+    free_rows, peak_rows : int
+        Rows without a sequence; most rows ever in use.
     mapped_begin : int64 [G, B]
         First mapped logical page of each window group.
     """
@@ -59,13 +60,8 @@ class RowLedger:
         self.rings = [np.arange(rows * g.ring, dtype=np.int32).reshape(rows, g.ring) for g in plan.groups]
         self.mapped_begin = np.zeros((len(plan.groups), rows), np.int64)
         self.pool = PageIdPool(full.usable_pages, full.num_pages - full.usable_pages)
-        self._free_rows = list(range(rows))
+        self.free_rows = rows
         self.peak_rows = 0
-
-    @property
-    def free_rows(self) -> int:
-        """Rows without a sequence."""
-        return len(self._free_rows)
 
     @property
     def headroom(self) -> int:
@@ -76,27 +72,30 @@ class RowLedger:
             np.minimum(limit, self.leased * full.page_tokens, out=limit)
         return int((limit - self.hi)[self.live].min())
 
-    def peek_rows(self, count: int, retiring: list[int]) -> list[int]:
+    def peek_rows(self, count: int, retiring: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the lowest `count` rows that are free once `retiring` are, without taking them."""
-        return heapq.nsmallest(count, self._free_rows + retiring)
+        is_free = ~self.live
+        is_free[retiring] = True
+        return np.flatnonzero(is_free)[:count]
 
-    def admit(self, row: int, prompt_tokens: int) -> None:
-        """Put a new sequence into a free row."""
-        self._free_rows.remove(row)
-        heapq.heapify(self._free_rows)
-        self.live[row] = True
-        self.generation[row] += 1
-        self.prompt[row] = prompt_tokens
-        self.peak_rows = max(self.peak_rows, len(self.live) - len(self._free_rows))
+    def admit(self, rows: NDArray[np.int64], prompt_tokens: NDArray[np.int64]) -> None:
+        """Put new sequences into free rows."""
+        self.live[rows] = True
+        self.generation[rows] += 1
+        self.prompt[rows] = prompt_tokens
+        self.free_rows -= len(rows)
+        self.peak_rows = max(self.peak_rows, len(self.live) - self.free_rows)
 
-    def retire(self, row: int) -> None:
-        """Empty a row and give its pages back."""
-        self.pool.release(self.pages[row, : self.leased[row]])
-        self.live[row] = False
+    def retire(self, rows: NDArray[np.int64]) -> None:
+        """Empty rows and give their pages back."""
+        held = [self.pages[row, :count] for row, count in zip(rows.tolist(), self.leased[rows].tolist(), strict=True)]
+        if held:
+            self.pool.release(np.concatenate(held))
+        self.live[rows] = False
         for values in (self.prompt, self.lo, self.hi, self.high_water, self.floor, self.leased):
-            values[row] = 0
-        self.mapped_begin[:, row] = 0
-        heapq.heappush(self._free_rows, row)
+            values[rows] = 0
+        self.mapped_begin[:, rows] = 0
+        self.free_rows += len(rows)
 
     def peek_pages(self, rows: NDArray[np.int64], targets: NDArray[np.int64]) -> NDArray[np.int32]:
         """Return the ids that `move_pages` will map, row after row, without moving anything."""
@@ -206,4 +205,3 @@ class RowLedger:
         self.pages = self.pages[sources]
         self.rings = [ring[sources] for ring in self.rings]
         self.mapped_begin = self.mapped_begin[:, sources]
-        self._free_rows = [int(row) for row in np.flatnonzero(~self.live)]
