@@ -118,7 +118,7 @@ def _add_inspect(parser: argparse.ArgumentParser) -> None:
 
 def _add_bench(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "measure", nargs="?", default="all", metavar="MEASURE", help="advance, import, replay, copy or all (default)"
+        "measure", nargs="?", default="all", metavar="MEASURE", help="advance, import, replay, copy, step or all (default)"
     )
     parser.add_argument("--batch", type=_integer(1), default=256, metavar="ROWS", help="sequences (default 256)")
     parser.add_argument("--repeat", type=_integer(1), default=2000, metavar="N", help="steps that are timed (default 2000)")

@@ -59,7 +59,7 @@ class CapturedStep:
         Raises
         ------
         StateError
-            If not enough reserved steps are left, or `stream` is another stream.
+            If not enough reserved steps are left, `stream` is another stream, or the step is closed.
 
         Stream: enqueues one graph launch. Sends nothing, allocates nothing.
         """
@@ -67,6 +67,8 @@ class CapturedStep:
             device = self._batch.resources.device
             if stream is not None and device.as_stream(stream).handle != device.stream.handle:
                 raise StateError(f"stream: {stream!r} is not the resources' stream; hand_over() moves them to it")
+            if self._graph.is_closed:
+                raise StateError("launch: the captured step is closed; capture another")
             if self.launched + self.steps > self._stepper.reserved:
                 raise StateError(
                     f"launch: {self._stepper.reserved} steps were reserved and {self.launched} launched; reserve more"

@@ -1,4 +1,4 @@
-"""DerivedForms: other shapes of a step's tables, for kernels that want them. Built on the device, on request."""
+"""DerivedForms: other shapes of a batch's tables, for kernels that want them. Built on the device, on request."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from numba_kv.batch.arguments import integer
 from numba_kv.device import Tensor
+from numba_kv.device.graph import is_capturing
 from numba_kv.dtypes import dtype
 from numba_kv.errors import InputError, StateError
 from numba_kv.geometry import round_up
@@ -32,7 +34,7 @@ class KvIndices:
     kv_indices : Tensor
         int32 [at most every page of every row]: page ids; only the mapped pages of a window.
     last_page_len : Tensor
-        int32 [B]: tokens in each row's last page, 1 to P; 1 for a row without tokens.
+        int32 [B]: tokens in each row's last page, 1 to P; 1 for a row without pages.
     """
 
     kv_indptr: Tensor
@@ -59,7 +61,7 @@ class CompactWindow:
 
 
 class DerivedForms:
-    """Makes derived forms of the last step's tables. Owned by a Batch (`Batch.derived`).
+    """Makes derived forms of the tables as they are now. Owned by a Batch (`Batch.derived`).
 
     Each form has buffers of its own, allocated on the first request; later requests refresh them in place, so a captured
     request stays valid.
@@ -86,7 +88,7 @@ class DerivedForms:
         InputError
             If there is no such group.
         StateError
-            If the form is requested for the first time while `stream` is being captured.
+            If the form is requested for the first time while a stream is being captured, or `stream` is another stream.
 
         Stream: enqueues two kernels. Cost: O(rows squared) additions and one copy of the mapped ids.
         """
@@ -98,7 +100,7 @@ class DerivedForms:
 
         Stream: enqueues one kernel.
         """
-        if group == 0:
+        if integer(group) == 0:
             raise InputError("group: 0 is full attention; only a window group has a compact table")
         form: CompactWindow = self._request("compact", group, stream, self._make_compact)
         return form
@@ -113,16 +115,16 @@ class DerivedForms:
 
     def _request(self, form: str, group: int, stream: object | None, make: Callable[[int], Any]) -> Any:
         with self._guard:
-            groups = len(self._buffers.plan.groups)
-            if isinstance(group, bool) or not isinstance(group, int) or not 0 <= group < groups:
+            groups, number = len(self._buffers.plan.groups), integer(group)
+            if number is None or not 0 <= number < groups:
                 raise InputError(f"group: {group!r} is not one of the {groups} window groups (0..{groups - 1})")
             device = self._buffers.device
             target: Stream = device.stream if stream is None else device.as_capturing_stream(stream)
-            if (form, group) not in self._made:
-                if target is not device.stream and device.target == "cuda":
-                    raise StateError(f"{form} of group {group} has no buffers yet; request it once before the capture")
-                self._made[form, group] = make(group)
-            made, launches = self._made[form, group]
+            if (form, number) not in self._made:
+                if is_capturing(target):
+                    raise StateError(f"{form} of group {number} has no buffers yet; request it once before the capture")
+                self._made[form, number] = make(number)
+            made, launches = self._made[form, number]
             self._guard.is_enqueueing = True
             for launch, items in launches:
                 launch(items, target)
@@ -145,7 +147,7 @@ class DerivedForms:
             "kv_indptr": form.kv_indptr,
             "group": group,
         }
-        count = count_pages.bind(device, {**shared, "seq_lens": buffers.seq_lens, "last_page_len": form.last_page_len})
+        count = count_pages.bind(device, {**shared, "lengths": buffers.lengths, "last_page_len": form.last_page_len})
         tables = {"block_tables": buffers.arena["block_tables"], "kv_indices": form.kv_indices}
         copy = copy_indices.bind(device, {**shared, **tables})
         return form, [(count, rows + 1), (copy, rows)]
@@ -158,7 +160,7 @@ class DerivedForms:
         launch = compact_table.bind(
             buffers.device,
             {
-                "seq_lens": buffers.seq_lens,
+                "lengths": buffers.lengths,
                 "mapped_begin": buffers.mapped_begin,
                 "groups": buffers.groups,
                 "block_tables": buffers.arena["block_tables"],

@@ -59,14 +59,22 @@ class DeviceCounts:
 
 
 class StepLaunches:
-    """Binds every kernel of the step path once. Owns the staging blocks."""
+    """Binds every kernel of the step path once. Owns the staging blocks.
+
+    Attributes
+    ----------
+    short_step : Launch
+        The launch of a decode step.
+    items : int
+        Items of `advance`: one a row and group.
+    """
 
     def __init__(self, buffers: StepBuffers) -> None:
         self._buffers = buffers
         self._device = buffers.device
         config = buffers.plan.config
         self._rows = config.max_batch_size
-        self._items = self._rows * len(buffers.plan.groups)  # of `advance`
+        self.items = self._rows * len(buffers.plan.groups)  # of `advance`
         self._max_step_tokens = config.max_step_tokens
         self._windows = sum(not g.window.is_full for g in buffers.plan.groups)
         self._staging = Staging(self._device, buffers.edits.size)
@@ -92,7 +100,7 @@ class StepLaunches:
             "back_mode": layout.NO_BACK,
             "write_slots": 1,
         }
-        self._short = self._bind_advance(write_slots=1)
+        self.short_step = self._bind_advance(write_slots=1)
         self._long = self._bind_advance(write_slots=0)
         self._rewind = self._bind_advance(use_counts=0, back_mode=layout.TAKE_BACK, write_slots=0)
         self._driven: OrderedDict[tuple[int, int, int, bool], Launch] = OrderedDict()
@@ -143,9 +151,9 @@ class StepLaunches:
         """Enqueue a step whose layout the device already has. Returns the number of kernels."""
         short = longest <= SHORT_STEP_TOKENS
         if driven is None:
-            (self._short if short else self._long)(self._items, stream)
+            (self.short_step if short else self._long)(self.items, stream)
         else:
-            self._advance_driven(driven, short)(self._items, stream)
+            self._advance_driven(driven, short)(self.items, stream)
         launches = 1
         if not short:
             self._fill_slots(-(-num_tokens // self._tile), stream, num_tokens=num_tokens)
@@ -157,7 +165,7 @@ class StepLaunches:
 
     def rewind(self) -> None:
         """Enqueue a rewind by the take-back counts that the device already has."""
-        self._rewind(self._items, self._device.stream)
+        self._rewind(self.items, self._device.stream)
 
     def _bind_advance(self, **changes: Tensor | int) -> Launch:
         return advance.bind(self._device, {**self._advance_values, **changes}, threads=ADVANCE_THREADS)

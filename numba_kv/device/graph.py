@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from numba_kv.device.stream import CudaStream, Stream
@@ -11,11 +12,31 @@ from numba_kv.errors import StateError
 if TYPE_CHECKING:
     from numba_kv.device.cuda_device import CudaDevice
 
-__all__ = ["CudaGraph", "Graph", "HostGraph"]
+__all__ = ["CudaGraph", "Graph", "HostGraph", "is_capturing"]
+
+
+def is_capturing(stream: Stream) -> bool:
+    """Return whether what is enqueued on `stream` goes into a graph instead of running. Host only."""
+    if not isinstance(stream, CudaStream):
+        return False
+    from cuda.bindings import driver
+
+    from numba_kv.device.cuda_device import check_driver
+
+    status = check_driver(driver.cuStreamIsCapturing(stream.driver_stream), "capture query")
+    return bool(status != driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE)
 
 
 class Graph:
-    """Captured work. Owns the graph, not what the work touches."""
+    """Captured work. Owns the graph, not what the work touches.
+
+    Attributes
+    ----------
+    is_closed : bool
+        Whether `close` was called.
+    """
+
+    is_closed = False
 
     def launch(self, stream: Stream) -> None:
         """Run the work. Stream: enqueues."""
@@ -29,17 +50,22 @@ class HostGraph(Graph):
     """Graph of the `cpu` and `sim` targets: the work is called again."""
 
     def __init__(self, work: Callable[[Stream], None]) -> None:
-        self._work: Callable[[Stream], None] | None = work
+        self._work = work
 
     def launch(self, stream: Stream) -> None:
         """Do the work."""
-        if self._work is None:
+        if self.is_closed:
             raise StateError("the graph is closed")
         self._work(stream)
 
     def close(self) -> None:
         """Forget the work."""
-        self._work = None
+        self.is_closed = True
+        self._work = _nothing
+
+
+def _nothing(stream: Stream) -> None:
+    """What a closed graph does."""
 
 
 class CudaGraph(Graph):
@@ -51,7 +77,8 @@ class CudaGraph(Graph):
         try:
             work(CudaStream(builder.stream, owns=False, owner=builder))
         except BaseException:
-            builder.end_building()
+            with suppress(Exception):  # a capture that the driver gave up ends with an error of its own
+                builder.end_building()
             builder.close()
             raise
         self._graph: Any = builder.end_building().complete()
@@ -59,12 +86,12 @@ class CudaGraph(Graph):
 
     def launch(self, stream: Stream) -> None:
         """Enqueue the graph."""
-        if self._graph is None:
+        if self.is_closed:
             raise StateError("the graph is closed")
         self._graph.launch(stream.native)  # type: ignore[attr-defined]
 
     def close(self) -> None:
         """Destroy the graph."""
-        graph, self._graph = self._graph, None
-        if graph is not None:
-            graph.close()
+        if not self.is_closed:
+            self.is_closed = True
+            self._graph.close()

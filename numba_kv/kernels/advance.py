@@ -147,9 +147,12 @@ def advance(
     `write_slots`, slot_mapping of the row's tokens; items of group 0 also seq_lens, context_lens, positions and, for a
     refusal, status. A refused row keeps its state.
     """
-    rows = np.uint32(counts.shape[0])
-    g = np.int64(np.uint32(item) // rows)
-    row = np.int64(np.uint32(item) % rows)
+    rows = np.int64(counts.shape[0])
+    row = np.int64(item)
+    g = np.int64(0)
+    while row >= rows:  # groups are few: cheaper than a division
+        row -= rows
+        g += 1
     shift = groups[g, SHIFT]
     kind = groups[g, KIND]
     window = groups[g, WINDOW]

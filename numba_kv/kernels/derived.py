@@ -5,34 +5,39 @@ from __future__ import annotations
 import numpy as np
 
 from numba_kv.kernels.jit import kernel
-from numba_kv.kernels.layout import BLOCK_AT, NUM_PAGES, SHIFT, WIDTH
+from numba_kv.kernels.layout import BLOCK_AT, EMPTY, KIND, NUM_PAGES, SHIFT, WIDTH
 from numba_kv.kernels.spec import array, scalar
 
 __all__ = ["compact_table", "copy_indices", "count_pages", "split_table"]
 
 
 @kernel(
-    seq_lens=array("int32"),
+    lengths=array("int32", 2),
     mapped_begin=array("int32", 2),
     groups=array("int64", 2),
     kv_indptr=array("int32"),
     last_page_len=array("int32"),
     group=scalar(),
 )
-def count_pages(item, seq_lens, mapped_begin, groups, kv_indptr, last_page_len, group):
+def count_pages(item, lengths, mapped_begin, groups, kv_indptr, last_page_len, group):
     """Write where each row's pages start in the CSR form, and how full its last page is.
 
-    Item: a row, or one behind the last. Sums over the rows before it, so that one launch does.
+    Item: a row, or one behind the last. Sums over the rows before it, so that one launch does. The empty group has no pages.
     """
     shift = groups[group, SHIFT]
     size = np.int64(1) << shift
+    is_real = groups[group, KIND] != EMPTY
     total = np.int64(0)
-    for row in range(item):
-        total += ((np.int64(seq_lens[row]) + size - 1) >> shift) - np.int64(mapped_begin[group, row])
+    if is_real:
+        for row in range(item):
+            total += ((np.int64(lengths[group, row]) + size - 1) >> shift) - np.int64(mapped_begin[group, row])
     kv_indptr[item] = total
-    if item < seq_lens.shape[0]:
-        length = np.int64(seq_lens[item])
-        last_page_len[item] = length - ((length - 1) >> shift << shift) if length > 0 else 1
+    if item < last_page_len.shape[0]:
+        length = np.int64(lengths[group, item])
+        last = np.int64(1)
+        if is_real and length > np.int64(mapped_begin[group, item]) << shift:
+            last = length - ((length - 1) >> shift << shift)
+        last_page_len[item] = last
 
 
 @kernel(
@@ -57,7 +62,7 @@ def copy_indices(item, lane, lanes, mapped_begin, groups, block_tables, kv_indpt
 
 @kernel(
     block_form=True,
-    seq_lens=array("int32"),
+    lengths=array("int32", 2),
     mapped_begin=array("int32", 2),
     groups=array("int64", 2),
     block_tables=array("int32"),
@@ -65,13 +70,13 @@ def copy_indices(item, lane, lanes, mapped_begin, groups, block_tables, kv_indpt
     window_seq_lens=array("int32"),
     group=scalar(),
 )
-def compact_table(item, lane, lanes, seq_lens, mapped_begin, groups, block_tables, window_tables, window_seq_lens, group):
+def compact_table(item, lane, lanes, lengths, mapped_begin, groups, block_tables, window_tables, window_seq_lens, group):
     """Write a row's mapped pages from column 0 on, null pages behind them, and its length from the first of them.
 
-    Item: a row; lanes stride over columns.
+    Item: a row; lanes stride over columns. After a rewind nothing may be mapped until the next step: the length is 0 then.
     """
     shift = groups[group, SHIFT]
-    length = np.int64(seq_lens[item])
+    length = np.int64(lengths[group, item])
     begin = np.int64(mapped_begin[group, item])
     end = (length + (np.int64(1) << shift) - 1) >> shift
     at = groups[group, BLOCK_AT] + np.int64(item) * groups[group, WIDTH]
@@ -84,7 +89,7 @@ def compact_table(item, lane, lanes, seq_lens, mapped_begin, groups, block_table
         window_tables[item, column] = page_id
         column += lanes
     if lane == 0:
-        window_seq_lens[item] = length - (begin << shift)
+        window_seq_lens[item] = max(np.int64(0), length - (begin << shift))
 
 
 @kernel(

@@ -41,8 +41,8 @@ def entry({parameters}):
 """
 
 
-def compile_ptx(kernel: Kernel, compute_capability: tuple[int, int]) -> str:
-    """Return the kernel's PTX for one architecture. Needs no GPU."""
+def _entry(kernel: Kernel) -> Any:
+    """Return the function that unpacks a parameter block of 64-bit words and does the work of one item."""
     import numpy as np
     from numba import cuda
 
@@ -61,9 +61,25 @@ def compile_ptx(kernel: Kernel, compute_capability: tuple[int, int]) -> str:
     filename = f"<numba_kv entry {kernel.name}>"
     linecache.cache[filename] = (len(text), None, text.splitlines(True), filename)
     exec(compile(text, filename, "exec"), scope)
-    ptx = compile_to_ptx(scope["entry"], kernel.num_words, compute_capability)
+    return scope["entry"]
+
+
+def compile_ptx(kernel: Kernel, compute_capability: tuple[int, int]) -> str:
+    """Return the kernel's PTX for one architecture. Needs no GPU."""
+    ptx = compile_to_ptx(_entry(kernel), kernel.num_words, compute_capability)
     _check_parameters(kernel, ptx)
     return ptx
+
+
+def dispatcher_launch(launch: Launch, items: int, stream: Stream) -> Callable[[], None]:
+    """Return a function that runs a bound kernel through Numba's own dispatcher; for comparison only."""
+    from numba import cuda
+
+    words = launch.block.tolist()
+    words[0] = items
+    per_block = 1 if launch.kernel.block_form else launch.threads
+    configured = cuda.jit(_entry(launch.kernel))[-(-items // per_block), launch.threads, stream.native]  # type: ignore[attr-defined]
+    return lambda: configured(*words)
 
 
 def entry_name(ptx: str) -> str:

@@ -19,6 +19,7 @@ from rich.table import Table
 
 from numba_kv.config import load_engine_config
 from numba_kv.errors import DeviceError, InputError
+from numba_kv.replay.bench_step import median_us
 from numba_kv.replay.figures import Latency
 from numba_kv.replay.generate import generate_trace
 from numba_kv.replay.models import find_config
@@ -146,12 +147,36 @@ def measure_copy(options: BenchOptions) -> dict[str, object]:
     return {"host_copy_gb_per_s": round(2 * nbytes / statistics.median(times) / 1e9, 2), "nbytes": nbytes}
 
 
+def measure_step(options: BenchOptions) -> dict[str, object]:
+    """Time a decode step's bookkeeping over rows, contexts, groups and page sizes, beside other ways to do it."""
+    from numba_kv.adapters import triton_tables
+    from numba_kv.device import resolve_target
+    from numba_kv.replay.bench_step import measure_point, step_points
+
+    target = resolve_target(options.target)
+    on_gpu = target == "cuda"
+    points = list(step_points(1 << 20 if on_gpu else 1 << 14))
+    found: dict[str, object] = {"points": [measure_point(point, target) for point in points]}
+    if on_gpu and triton_tables.is_installed():
+        base = points[0]
+        run, gpu_us = triton_tables.table_step(base.rows, base.groups, base.context // base.page_tokens, base.page_tokens)
+        found["triton_tables"] = {
+            "rows": base.rows,
+            "groups": base.groups,
+            "host_us": median_us(run, 200),
+            "captured_gpu_us": round(gpu_us(50), 3),
+        }
+        found["torch_copy_tb_per_s"] = round(triton_tables.torch_copy_bytes_per_second() / 1e12, 3)
+    return found
+
+
 #: Name of a measure -> what takes it, in the order of ``all``.
 MEASURES: Mapping[str, Measure] = {
     "import": measure_import,
     "advance": measure_advance,
     "replay": measure_replay,
     "copy": measure_copy,
+    "step": measure_step,
 }
 
 
@@ -183,5 +208,11 @@ def bench_table(figures: Mapping[str, Mapping[str, object]]) -> Table:
 def _flat(found: Mapping[str, object], prefix: str = "") -> list[tuple[str, object]]:
     pairs: list[tuple[str, object]] = []
     for name, value in found.items():
-        pairs += _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else [(prefix + name, value)]
+        if isinstance(value, dict):
+            pairs += _flat(value, f"{prefix}{name}.")
+        elif isinstance(value, list) and value and isinstance(value[0], dict):
+            for i, item in enumerate(value):
+                pairs += _flat(item, f"{prefix}{name}[{i}].")
+        else:
+            pairs.append((prefix + name, value))
     return pairs

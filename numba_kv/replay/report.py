@@ -88,24 +88,31 @@ def _draw(figures: ReplayFigures, history: PageHistory) -> Figure:
     check_drawing()
     # The object interface: no global state, no display.
     from matplotlib.figure import Figure
+    from matplotlib.ticker import StrMethodFormatter
 
     groups = figures.groups
-    figure = Figure(figsize=(10, 1 + 2.8 * len(groups)), layout="constrained")
-    figure.suptitle(f"Pages held on the caches of {figures.config} ({figures.target}, {figures.trace})")
-    for axes, group, pages in zip(figure.subplots(len(groups), squeeze=False)[:, 0], groups, history.pages, strict=True):
+    figure = Figure(figsize=(12, 1 + 2.8 * len(groups)), layout="constrained")
+    what = f"{figures.config}, {figures.sequences:,} sequences of {figures.trace} ({figures.target})"
+    figure.suptitle(f"KV pages over time: {what}")
+    panels = figure.subplots(len(groups), squeeze=False, sharex=True)[:, 0]
+    for axes, group, pages in zip(panels, groups, history.pages, strict=True):
         axes.fill_between(history.steps, pages, step="post", alpha=0.35, color="tab:blue")
         axes.plot(history.steps, pages, drawstyle="steps-post", color="tab:blue", label="pages held")
-        axes.axhline(group.bound_pages, color="tab:red", linestyle="--", label=f"bound {group.bound_pages:,}")
+        bound = f"{figures.rows} rows x ring of {group.ring_pages}" if group.ring_pages else "the pool"
+        axes.axhline(group.bound_pages, color="tab:red", linestyle="--", label=f"bound: {group.bound_pages:,}\n({bound})")
+        peak = format_bytes(group.peak_pages * group.page_nbytes)
         if group.ring_pages:
             unbounded = [-(-tokens // group.page_tokens) for tokens in history.tokens]
-            axes.plot(history.steps, unbounded, color="0.55", linewidth=0.8, label="if the window were not used")
-        peak = f"peak {group.peak_pages:,} pages, {format_bytes(group.peak_pages * group.page_nbytes)}"
-        axes.set_title(f"{group.window} attention, {group.layers} layers: {peak}", loc="left")
+            axes.plot(history.steps, unbounded, color="0.45", linewidth=0.9, label="if every token\nwere kept")
+            peak += f" instead of {format_bytes(max(unbounded, default=0) * group.page_nbytes)}"
+        axes.set_title(f"{group.window} attention, {group.layers} layers: at most {peak}", loc="left", fontsize="medium")
         axes.set_ylabel(f"pages of {group.page_tokens} tokens")
-        axes.set_ylim(0, 1.35 * axes.get_ylim()[1])  # room for the legend
+        axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+        axes.set_ylim(bottom=0)
         axes.margins(x=0)
-        axes.legend(loc="upper right", fontsize="small")
-        axes.set_xlabel("step")
+        # Beside the panel, so that it hides no line.
+        axes.legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize="small", frameon=False)
+    panels[-1].set_xlabel("step")
     return figure
 
 

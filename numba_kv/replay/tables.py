@@ -17,7 +17,7 @@ from numba_kv.replay.sizes import format_bytes
 __all__ = ["GROUP_COLUMNS", "Budget", "figure_rows", "group_rows", "plan_json", "plan_table", "replay_table"]
 
 #: Heads of `group_rows`.
-GROUP_COLUMNS = ("group", "attention", "layers", "ring R", "peak pages", "most mapped", "bound", "peak bytes")
+GROUP_COLUMNS = ("group", "attention", "layers", "ring R", "peak pages", "bound", "peak bytes", "mapped at an audit")
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +126,7 @@ def figure_rows(figures: ReplayFigures) -> list[tuple[str, str]]:
         ("sequences", f"{f.sequences:,}{skipped}"),
         ("steps", f"{f.steps:,} ({f.steady_steps:,} steady)"),
         ("tokens", f"{f.prefill_tokens:,} prompt{recomputed} + {f.decode_tokens:,} generated"),
-        ("rotations", f"{f.rotations:,}"),
+        ("pages rotated out of windows", f"{f.rotations:,}"),
         ("preemptions", f"{f.preemptions:,}"),
         ("sent to the device", format_bytes(f.bytes_to_device)),
         ("sent in steady steps", format_bytes(f.bytes_to_device_steady)),
@@ -153,9 +153,10 @@ def group_rows(figures: ReplayFigures) -> list[tuple[str, ...]]:
             str(g.layers),
             str(g.ring_pages) if g.ring_pages else "-",
             f"{g.peak_pages:,}",
-            f"{g.peak_mapped_pages:,}",
             f"{g.bound_pages:,}",
             format_bytes(g.peak_pages * g.page_nbytes),
+            # The audit at the end finds empty rows: without another one nothing is known.
+            f"{g.peak_mapped_pages:,}" if g.peak_mapped_pages else "-",
         )
         for g in figures.groups
     ]

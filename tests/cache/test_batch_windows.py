@@ -189,6 +189,7 @@ def test_a_whole_sequence_can_always_be_taken_back(batch: kv.Batch) -> None:
     batch.rewind({sequence: 30})
     assert (sequence.length, sequence.pending_tokens) == (0, 30)
     assert mapped(batch, sequence, 1) == []
+    batch.audit()
     batch.step({sequence: 30})
     batch.rewind({sequence: 1})  # its longest length counts from the fresh start
     batch.audit()

@@ -122,7 +122,7 @@ def test_a_row_that_appended_nothing_has_nothing_to_take_back(device: Device) ->
 
 
 def test_going_back_to_the_start_makes_a_fresh_ring(device: Device) -> None:
-    after = run(device, run(device, sliding(), [30, 9]), [3, 0], [30, 9])
+    after = run(device, run(device, sliding(), [30, 28]), [3, 0], [30, 28])
     assert after.lengths.tolist() == [3, 0]
     assert after.high_water.tolist() == [3, 0]
     assert not after.mapped_begin.any()
@@ -139,6 +139,17 @@ def test_a_page_that_left_the_table_comes_back(device: Device) -> None:
     after = run(device, slid, [1, 0], [2, 2])
     assert after.mapped_begin[1].tolist() == [2, 2]
     assert not after.status.any()
+
+
+def test_a_row_can_end_below_the_pages_that_are_mapped(device: Device) -> None:
+    before = StepArrays([full_group(1, 8, 0), window_group("sliding", 1, 1, 8, 1, 2)], 1, 8)
+    for _ in range(5):
+        before = run(device, before, [1], capacity=8)
+    assert before.mapped_begin[1, 0] == 4
+    after = run(device, before, None, [2], room=[1], capacity=8, write_slots=False)
+    assert (after.mapped_begin[1, 0], after.lengths[0], after.status[0]) == (3, 3, 0)
+    assert (after.page_table(1) == -1).all()
+    assert run(device, after, [2], capacity=8).mapped_begin[1, 0] == 3
 
 
 def test_surplus_tokens_of_a_row_are_dropped(device: Device) -> None:
