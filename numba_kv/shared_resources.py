@@ -57,7 +57,7 @@ class SharedResources:
         self._owned = ExitStack()
         self._user: object | None = None
         self._closed = False
-        with ExitStack() as undo:  # a constructor that raises leaves nothing allocated
+        with device.active(), ExitStack() as undo:  # a constructor that raises leaves nothing allocated
             undo.callback(self._owned.close)
             self._build(plan)
             undo.pop_all()
@@ -251,8 +251,7 @@ class SharedResources:
         if self._closed:
             return
         self._closed = True
-        self.device.make_current()
-        with self._owned:  # unwinds whatever happens before
+        with self.device.active(), self._owned:  # unwinds whatever happens before
             if self._user is not None:
                 self._user.close()  # type: ignore[attr-defined]
             self.device.stream.synchronize()

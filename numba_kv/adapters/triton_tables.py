@@ -37,7 +37,7 @@ def torch_copy_bytes_per_second(nbytes: int = 1 << 30) -> float:
         end.record()
         end.synchronize()
         times.append(begin.elapsed_time(end) / 1e3)
-    return 2 * nbytes / sorted(times)[len(times) // 2]
+    return float(2 * nbytes / sorted(times)[len(times) // 2])
 
 
 def table_step(rows: int, groups: int, width: int, page_tokens: int) -> tuple[Callable[[], None], Callable[[int], float]]:

@@ -23,6 +23,7 @@ from numba_kv.batch.stats import BatchStats
 from numba_kv.batch.stepper import Stepper
 from numba_kv.batch.view import StepView
 from numba_kv.errors import CapacityError, InputError, RewindTooFar, StateError
+from numba_kv.kernels.layout import Status
 from numba_kv.shared_resources import SharedResources
 
 if TYPE_CHECKING:
@@ -62,16 +63,17 @@ class Batch(HostlessSteps):
         self._sequences: dict[int, Sequence] = {}
         self._rows = self.plan.config.max_batch_size
         self.guard = CallGuard(resources.device, "Batch")
-        resources.attach(self)
-        try:
-            self._buffers = resources.cache_managers[0].step_buffers
-            self._buffers.reset()
-            self.stepper = Stepper(self._buffers, self.guard)
-            self.derived = DerivedForms(self._buffers, self.guard, resources.take)
-        except BaseException:
-            self.guard.is_closed = True
-            resources.detach(self)
-            raise
+        with resources.device.active():
+            resources.attach(self)
+            try:
+                self._buffers = resources.cache_managers[0].step_buffers
+                self._buffers.reset()
+                self.stepper = Stepper(self._buffers, self.guard)
+                self.derived = DerivedForms(self._buffers, self.guard, resources.take)
+            except BaseException:
+                self.guard.is_closed = True
+                resources.detach(self)
+                raise
 
     # -- composition ---------------------------------------------------------------------------------------------
 
@@ -299,6 +301,22 @@ class Batch(HostlessSteps):
         with self.guard:
             self.stepper.learn()
 
+    def refusals(self) -> dict[Sequence, Status]:
+        """Return the sequences whose last step the device refused, and why; their status words are cleared.
+
+        Only steps with device counts, and steps that nobody reserved, can be refused there.
+
+        Stream: waits.
+        """
+        with self.guard:
+            words = self._buffers.status.to_host()
+            if not words.any():
+                return {}
+            self.guard.is_enqueueing = True
+            self.resources.device.fill(self._buffers.status, 0, self.resources.stream)
+            found = np.flatnonzero(words)
+            return {self._sequences[int(row)]: Status(int(words[row])) for row in found if int(row) in self._sequences}
+
     # -- questions -----------------------------------------------------------------------------------------------
 
     @property
@@ -358,9 +376,10 @@ class Batch(HostlessSteps):
         for sequence in self._sequences.values():
             sequence.state = "retired"
         self._sequences.clear()
-        self.stepper.close()
-        self._buffers.reset()
-        self.resources.detach(self)
+        with self.resources.device.active():
+            self.stepper.close()
+            self._buffers.reset()
+            self.resources.detach(self)
 
     def __enter__(self) -> Batch:
         return self

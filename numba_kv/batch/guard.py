@@ -26,7 +26,7 @@ class CallGuard:
         self._device = device
         self._name = name
         self._lock = threading.Lock()
-        self._thread = threading.get_ident()
+        self._entered = False
         self.is_closed = False
         self.is_enqueueing = False
         self.poison: BaseException | None = None
@@ -38,10 +38,7 @@ class CallGuard:
             if self.poison is not None:
                 reason = f"{self._name} failed while work was being enqueued ({self.poison!r}); close it"
                 raise StateError(reason) from self.poison
-            thread = threading.get_ident()
-            if thread != self._thread:
-                self._device.make_current()
-                self._thread = thread
+            self._entered = self._device.enter()
         except BaseException:
             self._lock.release()
             raise
@@ -50,7 +47,11 @@ class CallGuard:
         if error is not None and (self.is_enqueueing or not isinstance(error, NumbaKVError)):
             self.poison = error
         self.is_enqueueing = False
-        self._lock.release()
+        try:
+            if self._entered:
+                self._device.leave()
+        finally:
+            self._lock.release()
 
     def check_open(self) -> None:
         """Raise StateError after `close`."""
@@ -58,7 +59,7 @@ class CallGuard:
             raise StateError(f"{self._name} is closed")
 
     def close(self) -> bool:
-        """Refuse every later call; return False if `close` was called before. The thread's device is right afterwards.
+        """Refuse every later call; return False if `close` was called before.
 
         Raises
         ------
@@ -68,11 +69,8 @@ class CallGuard:
         if self.is_closed:
             return False
         self._acquire()
-        try:
-            self._device.make_current()
-            self.is_closed = True
-        finally:
-            self._lock.release()
+        self.is_closed = True
+        self._lock.release()
         return True
 
     def _acquire(self) -> None:

@@ -20,7 +20,7 @@ class Sequence:
     row : int
         Its row in every table; only `Batch.compact` changes it.
     generation : int
-        How many sequences have used that row, this one included.
+        Its number, counted over all admissions of the batch: no two sequences share it.
     prompt_tokens : int
         Tokens it was admitted with.
     reused_tokens : int

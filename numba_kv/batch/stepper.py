@@ -76,6 +76,7 @@ class Stepper:
         ledger.retire(left)
         ledger.admit(joining, np.array(prompts, np.int64))
         self._last[rows] = 0
+        self._layout[rows] = -1  # the device's counts of these rows are 0 now: the next step sends its layout
         self.stats.retired += len(left)
         self.stats.admitted += len(joining)
         return [int(row) for row in joining]
@@ -89,7 +90,7 @@ class Stepper:
         self._count(before)
         self.ledger.permute(sources)
         self._last = self._last[sources]
-        self._layout[:] = -1  # the device still has the old order: the next step sends its counts
+        self._layout[:] = -1  # the device's counts have the old order: the next step sends its layout
 
     # -- steps ---------------------------------------------------------------------------------------------------
 

@@ -70,19 +70,21 @@ class DeviceTable:
 
     def send(self, entries: NDArray[np.int32], ranges: list[tuple[int, int]], stream: object | None) -> None:
         """Copy (first, count) ranges of the host's entries to the same places. Stream: enqueues a copy a range."""
-        staging, source = self._staging_of_table(), entries.reshape(-1)
-        block = staging.acquire()
-        for first, count in ranges:
-            block[first : first + count] = source[first : first + count]
-        resolved = self._enter(stream)
-        staging.send([(first, count, self.tensor, first) for first, count in ranges], resolved)
-        self._leave(resolved)
+        with self._device.active():
+            staging, source = self._staging_of_table(), entries.reshape(-1)
+            block = staging.acquire()
+            for first, count in ranges:
+                block[first : first + count] = source[first : first + count]
+            resolved = self._enter(stream)
+            staging.send([(first, count, self.tensor, first) for first, count in ranges], resolved)
+            self._leave(resolved)
 
     def clear(self, stream: object | None) -> None:
         """Set every entry to -1. Stream: enqueues."""
-        resolved = self._enter(stream)
-        self._device.fill(self.tensor, -1, resolved)
-        self._leave(resolved)
+        with self._device.active():
+            resolved = self._enter(stream)
+            self._device.fill(self.tensor, -1, resolved)
+            self._leave(resolved)
 
     def resolve(self, stream: object | None) -> Stream:
         """Return `stream` as a stream of the device; None is the device's own."""

@@ -26,17 +26,23 @@ def check_driver(result: Any, what: str) -> Any:
 
 
 class CudaDevice(Device):
-    """One GPU through cuda.core. Makes itself current on creation."""
+    """One GPU through cuda.core."""
 
     def __init__(self, ordinal: int, stream: object | None = None) -> None:
         super().__init__()
+        from cuda.bindings import driver
         from cuda.core import Device as NativeDevice
 
         self.target = "cuda"
         self.ordinal = ordinal
+        self._driver: Any = driver
+        before = check_driver(driver.cuCtxGetCurrent(), "current context")
         self.native = NativeDevice(ordinal)
         self.native.set_current()
+        self._context = int(check_driver(driver.cuCtxGetCurrent(), "current context"))
         self.stream = self.as_stream(stream)
+        if int(before):  # the caller's own choice stays; without one, ours is as good as any
+            check_driver(driver.cuCtxSetCurrent(before), "restoring the current device")
 
     @property
     def compute_capability(self) -> tuple[int, int]:
@@ -44,15 +50,25 @@ class CudaDevice(Device):
         major, minor = self.native.compute_capability
         return int(major), int(minor)
 
-    def make_current(self) -> None:
-        """Make the device the calling thread's current one."""
-        self.native.set_current()
+    def enter(self) -> bool:
+        """Push the device's context if another one, or none, is current."""
+        driver = self._driver
+        status, current = driver.cuCtxGetCurrent()
+        if not status and int(current) == self._context:
+            return False
+        check_driver(driver.cuCtxPushCurrent(self._context), "making the device current")
+        return True
+
+    def leave(self) -> None:
+        """Pop the device's context."""
+        check_driver(self._driver.cuCtxPopCurrent(), "restoring the current device")
 
     def allocate(self, nbytes: int) -> Memory:
         """Return zeroed device memory. Stream: allocation and zeroing are ordered on `stream`."""
         from cuda.bindings import driver
         from cuda.core._utils.cuda_utils import CUDAError
 
+        entered = self.enter()
         try:
             buffer = self.native.allocate(nbytes, stream=self.stream.native)  # type: ignore[attr-defined]
         except CUDAError as error:
@@ -62,10 +78,14 @@ class CudaDevice(Device):
                 needed=nbytes,
                 free=free,
             ) from error
-        memory = Memory(int(buffer.handle), nbytes, None, buffer, self.memory)
-        stream = self.stream.driver_stream  # type: ignore[attr-defined]
-        check_driver(driver.cuMemsetD8Async(memory.address, 0, nbytes, stream), "zeroing new memory")
-        return memory
+        else:
+            memory = Memory(int(buffer.handle), nbytes, None, buffer, self.memory)
+            stream = self.stream.driver_stream  # type: ignore[attr-defined]
+            check_driver(driver.cuMemsetD8Async(memory.address, 0, nbytes, stream), "zeroing new memory")
+            return memory
+        finally:
+            if entered:
+                self.leave()
 
     def allocate_staging(self, nbytes: int) -> Memory:
         """Return page-locked host memory."""
@@ -126,7 +146,8 @@ class CudaDevice(Device):
 
         calls = {1: driver.cuMemsetD8Async, 2: driver.cuMemsetD16Async, 4: driver.cuMemsetD32Async}
         call = calls[tensor.dtype.itemsize]
-        check_driver(call(tensor.address, pattern, tensor.size, stream.driver_stream), "fill")  # type: ignore[attr-defined]
+        with self.active():
+            check_driver(call(tensor.address, pattern, tensor.size, stream.driver_stream), "fill")  # type: ignore[attr-defined]
 
     def order_consumer(self, stream: object | None) -> None:
         """Make a consumer's stream wait: DLPack numbers 1 and 2 are the default streams, -1 asks for no order."""
@@ -147,4 +168,5 @@ class CudaDevice(Device):
             if handle == self.stream.handle:
                 return
             consumer = NativeStream.from_handle(handle)
-        consumer.wait(self.stream.record().native)
+        with self.active():
+            consumer.wait(self.stream.record().native)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from operator import index
 from typing import TYPE_CHECKING, Any
 
@@ -90,8 +91,22 @@ class Device(ABC):
     def order_consumer(self, stream: object | None) -> None:
         """Make a consumer's stream (DLPack's numbering) wait for the work enqueued so far."""
 
-    def make_current(self) -> None:  # noqa: B027 - host targets have no context
-        """Make the device the calling thread's current one."""
+    def enter(self) -> bool:
+        """Make the device the calling thread's current one; return whether `leave` has to undo it."""
+        return False
+
+    def leave(self) -> None:  # noqa: B027 - host targets have no context
+        """Give the calling thread the current device back that it had before `enter`."""
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Run a block with the device current, from whatever thread and whatever device the caller was on."""
+        entered = self.enter()
+        try:
+            yield
+        finally:
+            if entered:
+                self.leave()
 
     def tensor(self, shape: tuple[int, ...], dtype: DType) -> Tensor:
         """Return a zeroed tensor with memory of its own.
@@ -134,7 +149,8 @@ class Device(ABC):
         stream = stream or self.stream
         if not tensor.size:
             return np.empty(tensor.shape, tensor.dtype.numpy())
-        view, _, _ = self._span(tensor, stream)
+        with self.active():
+            view, _, _ = self._span(tensor, stream)
         return np.ascontiguousarray(view).reshape(tensor.shape)
 
     def upload(self, tensor: Tensor, values: NDArray[Any], stream: Stream | None = None) -> None:
@@ -147,13 +163,14 @@ class Device(ABC):
         stream = stream or self.stream
         if not tensor.size:
             return
-        if tensor.is_contiguous:
-            source, address = np.ascontiguousarray(values), tensor.address
-        else:
-            view, source, address = self._span(tensor, stream)
-            view[...] = values
-        self.copy_to_device(address, source.ctypes.data, source.nbytes, stream)
-        stream.synchronize()
+        with self.active():
+            if tensor.is_contiguous:
+                source, address = np.ascontiguousarray(values), tensor.address
+            else:
+                view, source, address = self._span(tensor, stream)
+                view[...] = values
+            self.copy_to_device(address, source.ctypes.data, source.nbytes, stream)
+            stream.synchronize()
 
     def _span(self, tensor: Tensor, stream: Stream) -> tuple[NDArray[Any], NDArray[Any], int]:
         """Return a tensor's elements as a view of a host copy of the bytes from its first to its last, and their address."""

@@ -65,7 +65,7 @@ class HostGraph(Graph):
 
 
 def _nothing(stream: Stream) -> None:
-    """What a closed graph does."""
+    """Do nothing: all that a closed graph still holds."""
 
 
 class CudaGraph(Graph):

@@ -156,6 +156,7 @@ def apply_edits(
                 mapped_begin[g, row] = 0
             floors[row] = 0
             status[row] = 0
+            counts[row] = 0  # until the layout of a step says otherwise: a captured step appends nothing here
 
 
 @kernel(

@@ -55,7 +55,7 @@ ACCEPTED = 3  # tokens of the row's last step that stay
 
 
 class Status(IntEnum):
-    """Why the device refused a row's step; the row is unchanged until the host clears the word."""
+    """Why the device refused a row's step: the row is as it was before. The word stays until `Batch.refusals` reads it."""
 
     OK = 0
     BAD_COUNT = 1

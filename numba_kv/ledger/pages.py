@@ -14,8 +14,6 @@ if TYPE_CHECKING:
 
 __all__ = ["PageIdPool", "PoolFigures"]
 
-_FREE, _OWNED = 0, 1
-
 
 @dataclass(frozen=True, slots=True)
 class PoolFigures:
@@ -41,7 +39,10 @@ class PoolFigures:
 
 
 class PageIdPool:
-    """Free list of page ids: a stack, so that the page returned last is used first.
+    """Free list of page ids: a stack of blocks, so that pages returned last are used first.
+
+    Returning pages costs the same for one as for thousands: their block is put on the stack as it is. That every page is
+    free or owned, and once, is proven by `check`.
 
     Parameters
     ----------
@@ -52,36 +53,30 @@ class PageIdPool:
     """
 
     def __init__(self, usable_pages: int, reserved_pages: int) -> None:
-        self._stack = np.arange(usable_pages - 1, -1, -1, dtype=np.int32)
-        self._top = usable_pages
-        self._state = np.zeros(usable_pages, np.uint8)
-        self._stamp = np.zeros(usable_pages, np.int32)
+        self.usable_pages = usable_pages
+        self.free_pages = usable_pages
+        self._blocks = [np.arange(usable_pages, dtype=np.int32)]  # each is used from its front
         self._reserved = reserved_pages
         self._peak = 0
 
     @property
-    def usable_pages(self) -> int:
-        """Pages that can be owned."""
-        return len(self._stack)
-
-    @property
-    def free_pages(self) -> int:
-        """Pages that nobody owns."""
-        return self._top
-
-    @property
     def owned_pages(self) -> int:
         """Pages that rows own."""
-        return len(self._stack) - self._top
+        return self.usable_pages - self.free_pages
 
     def peek(self, count: int) -> NDArray[np.int32]:
         """Return the ids that `acquire(count)` would return, without taking them."""
         if count < 0:
             raise InputError(f"pages: {count} are wanted; a count is not negative")
-        if count > self._top:
-            raise CapacityError(f"pages: {count} are wanted, {self._top} free", needed=count, free=self._top)
-        ids: NDArray[np.int32] = self._stack[self._top - count : self._top][::-1].copy()
-        return ids
+        if count > self.free_pages:
+            raise CapacityError(f"pages: {count} are wanted, {self.free_pages} free", needed=count, free=self.free_pages)
+        found, left = [np.zeros(0, np.int32)], count
+        for block in reversed(self._blocks):
+            if not left:
+                break
+            found.append(block[:left])
+            left -= len(found[-1])
+        return np.concatenate(found)
 
     def acquire(self, count: int) -> NDArray[np.int32]:
         """Take `count` pages; all or none.
@@ -93,36 +88,35 @@ class PageIdPool:
         InputError
             If `count` is negative.
         """
-        ids = self.peek(count)
-        self._top -= count
-        self._state[ids] = _OWNED
+        ids, left = self.peek(count), count
+        while left:
+            block = self._blocks.pop()
+            if len(block) > left:
+                self._blocks.append(block[left:])
+            left -= min(left, len(block))
+        self.free_pages -= count
         self._peak = max(self._peak, self.owned_pages)
         return ids
 
     def release(self, ids: NDArray[np.int32]) -> None:
-        """Give pages back.
+        """Give pages back. `ids` is copied.
 
         Raises
         ------
         InvariantError
-            If one is not owned, or named twice; nothing is changed then.
+            If more are given back than are owned, or one is not a page of the pool; nothing is changed then.
         """
         if not len(ids):
             return
-        known = int(ids.min()) >= 0 and int(ids.max()) < len(self._stack)
-        if known:
-            order = np.arange(len(ids), dtype=np.int32)
-            self._stamp[ids] = order  # of an id that is named twice only the last place stays
-            known = bool((self._stamp[ids] == order).all()) and int(self._state[ids].min()) == _OWNED
-        if not known:
-            raise InvariantError(f"pages: {ids.tolist()} are given back, but not all of them are owned once")
-        self._state[ids] = _FREE
-        self._stack[self._top : self._top + len(ids)] = ids
-        self._top += len(ids)
+        if len(ids) > self.owned_pages or int(ids.min()) < 0 or int(ids.max()) >= self.usable_pages:
+            last = self.usable_pages - 1
+            raise InvariantError(f"pages: {ids.tolist()} are given back, {self.owned_pages} of 0..{last} are owned")
+        self._blocks.append(ids.copy())
+        self.free_pages += len(ids)
 
     def figures(self) -> PoolFigures:
         """Return the counts."""
-        return PoolFigures(self._top, self.owned_pages, self._reserved, self._peak)
+        return PoolFigures(self.free_pages, self.owned_pages, self._reserved, self._peak)
 
     def check(self, owned: NDArray[np.int32]) -> None:
         """Check that `owned` (the ids that rows hold) and the free list are all usable pages, each once.
@@ -134,9 +128,10 @@ class PageIdPool:
         """
         if len(owned) and int(owned.min()) < 0:
             raise InvariantError(f"page {int(owned.min())} is held by a row, but ids are not negative")
-        seen = np.bincount(np.concatenate([owned, self._stack[: self._top]]), minlength=len(self._stack))
-        if len(seen) > len(self._stack) or np.any(seen != 1):
-            page = int(np.flatnonzero(seen != 1)[0]) if len(seen) <= len(self._stack) else int(owned.max())
+        free = np.concatenate([np.zeros(0, np.int32), *self._blocks])
+        seen = np.bincount(np.concatenate([owned, free]), minlength=self.usable_pages)
+        if len(seen) > self.usable_pages or np.any(seen != 1):
+            page = int(np.flatnonzero(seen != 1)[0]) if len(seen) <= self.usable_pages else int(owned.max())
             raise InvariantError(f"page {page} is accounted for {int(seen[page])} times, 1 expected")
-        if not np.array_equal(np.flatnonzero(self._state == _OWNED), np.sort(owned)):
-            raise InvariantError("the pool's owned marks and the rows' pages differ")
+        if len(free) != self.free_pages:
+            raise InvariantError(f"{len(free)} pages are in the free list, {self.free_pages} are counted")

@@ -29,7 +29,7 @@ class RowLedger:
     live : bool [B]
         Whether a sequence is in the row.
     generation, prompt : int64 [B]
-        How often the row was used; prompt tokens of the sequence in it.
+        Number of the sequence in the row, counted over all admissions; its prompt tokens.
     lo, hi : int64 [B]
         Bounds of the row's length; equal unless counts came from the device.
     high_water, floor : int64 [B]
@@ -38,8 +38,8 @@ class RowLedger:
         Pages of the full group that the row holds; `pages[row, :leased]` are their ids.
     rings : list of int32 [B, R]
         Ring pages of each window group by row (entry 0 is empty).
-    free_rows, peak_rows : int
-        Rows without a sequence; most rows ever in use.
+    free_rows, peak_rows, admitted : int
+        Rows without a sequence; most rows ever in use; sequences admitted so far.
     mapped_begin : int64 [G, B]
         First mapped logical page of each window group.
     """
@@ -61,6 +61,7 @@ class RowLedger:
         self.mapped_begin = np.zeros((len(plan.groups), rows), np.int64)
         self.pool = PageIdPool(full.usable_pages, full.num_pages - full.usable_pages)
         self.free_rows = rows
+        self.admitted = 0
         self.peak_rows = 0
 
     @property
@@ -81,16 +82,16 @@ class RowLedger:
     def admit(self, rows: NDArray[np.int64], prompt_tokens: NDArray[np.int64]) -> None:
         """Put new sequences into free rows."""
         self.live[rows] = True
-        self.generation[rows] += 1
+        self.generation[rows] = self.admitted + 1 + np.arange(len(rows))
+        self.admitted += len(rows)
         self.prompt[rows] = prompt_tokens
         self.free_rows -= len(rows)
         self.peak_rows = max(self.peak_rows, len(self.live) - self.free_rows)
 
     def retire(self, rows: NDArray[np.int64]) -> None:
         """Empty rows and give their pages back."""
-        held = [self.pages[row, :count] for row, count in zip(rows.tolist(), self.leased[rows].tolist(), strict=True)]
-        if held:
-            self.pool.release(np.concatenate(held))
+        for row, count in zip(rows.tolist(), self.leased[rows].tolist(), strict=True):
+            self.pool.release(self.pages[row, :count])
         self.live[rows] = False
         for values in (self.prompt, self.lo, self.hi, self.high_water, self.floor, self.leased):
             values[rows] = 0

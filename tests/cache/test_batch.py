@@ -148,7 +148,7 @@ def test_several_sequences_change_in_one_copy_and_one_kernel(batch: kv.Batch) ->
     assert after.launches == before.launches + 1
     assert (after.admitted, after.retired) == (before.admitted + 2, before.retired + 2)
     assert [s.row for s in made] == [0, 1]
-    assert [s.generation for s in made] == [2, 2]
+    assert [s.generation for s in made] == [4, 5]
     batch.audit()
 
 

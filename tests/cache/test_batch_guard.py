@@ -161,11 +161,11 @@ def test_an_error_of_the_callers_own_iterable_does_not_end_a_batch(batch: kv.Bat
 
 
 def test_a_device_that_cannot_be_made_current_leaves_the_batch_usable(batch: kv.Batch, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail() -> None:
+    def fail() -> bool:
         raise kv.DeviceError("context: the driver reports CUDA_ERROR_UNKNOWN")
 
     with monkeypatch.context() as patch:
-        patch.setattr(batch.resources.device, "make_current", fail)
+        patch.setattr(batch.resources.device, "enter", fail)
         with pytest.raises(kv.DeviceError, match="UNKNOWN"):
             in_a_thread(lambda: batch.admit(num_tokens=1))
     in_a_thread(lambda: batch.admit(num_tokens=1))

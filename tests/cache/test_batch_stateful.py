@@ -1,9 +1,12 @@
-"""Batch against a naive model, in any order of calls: admit, step, long steps, rewind, retire, update, compact.
+"""Batch against a naive model, in any order of calls: admit, step, long steps, rewind, retire, update, compact, captured
+steps, and steps whose counts come from the device.
 
 After each action both device tables equal the model's and the audit passes; after a refused one nothing has changed.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import hypothesis.strategies as st
 import numpy as np
@@ -12,8 +15,10 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 import numba_kv as kv
+from numba_kv.batch.capture import CapturedStep
+from numba_kv.dtypes import dtype
 from numba_kv.geometry import FULL
-from tests.helpers.naive_batch import NaiveBatch
+from tests.helpers.naive_batch import NaiveBatch, NaiveSequence
 
 SIMULATED = kv.target() == "sim"
 WINDOWS = st.one_of(
@@ -56,11 +61,20 @@ class BatchMachine(RuleBasedStateMachine):
         self.batch = kv.Batch(self.resources)
         self.naive = NaiveBatch(self.batch)
         self.config = config
+        self.graphs: dict[tuple[int, int], CapturedStep] = {}
+        shape = (config.max_batch_size,)
+        self.arrays = {
+            name: self.resources.device.tensor(shape, dtype("int32")) for name in ("counts", "take_back", "accepted")
+        }
 
     def teardown(self) -> None:
         if hasattr(self, "resources"):
             self.resources.close()
-            assert self.resources.device.memory.current_bytes == 0
+            for graph in self.graphs.values():
+                with pytest.raises(kv.StateError, match="closed"):
+                    graph.launch()
+                graph.close()
+            assert self.resources.device.memory.current_bytes == sum(a.nbytes for a in self.arrays.values())
 
     @property
     def live(self) -> list[kv.Sequence]:
@@ -83,6 +97,13 @@ class BatchMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.live)
     @rule(data=st.data())
+    def retire(self, data: st.DataObject) -> None:
+        sequence = data.draw(st.sampled_from(self.live))
+        self.batch.retire(sequence)
+        self.naive.retired(sequence)
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
     def step_some(self, data: st.DataObject) -> None:
         chosen = data.draw(st.lists(st.sampled_from(self.live), min_size=1, unique=True))
         counts = {s: data.draw(st.one_of(st.integers(1, 3), st.integers(1, 40))) for s in chosen}
@@ -100,28 +121,97 @@ class BatchMachine(RuleBasedStateMachine):
             self._step(count, counts)
 
     def _step(self, argument: object, counts: dict[kv.Sequence, int]) -> None:
-        before = [s.length for s in self.live]
-        short = self._pages_are_short(counts)
-        lengths_over = any(s.length + n > self.config.max_kv_cache_capacity for s, n in counts.items())
-        if sum(counts.values()) > self.config.max_batch_tokens:
-            with pytest.raises(kv.InputError):
-                self.batch.step(argument)
-        elif lengths_over:
-            with pytest.raises(kv.CapacityError):
-                self.batch.step(argument)
-        elif short:
-            with pytest.raises(kv.CapacityError) as refused:
-                self.batch.step(argument)
-            assert refused.value.needed > refused.value.free + refused.value.evictable
+        before = {s: s.length for s in self.live}
+        if self._is_refused(lambda: self.batch.step(argument), before, counts):
+            assert {s: s.length for s in self.live} == before
         else:
             self.naive.stepped(self.batch.step(argument), counts)
-            return
-        assert [s.length for s in self.live] == before
 
-    def _pages_are_short(self, counts: dict[kv.Sequence, int]) -> bool:
+    def _is_refused(
+        self, call: Callable[[], object], longest: dict[kv.Sequence, int], counts: dict[kv.Sequence, int], steps: int = 1
+    ) -> bool:
+        """Whether steps cannot be, from lengths of at most `longest`; if so, check that the call says why."""
+        after = {s: n + steps * counts.get(s, 0) for s, n in longest.items()}
         full = self.batch.plan.groups[0]
-        needed = sum(-(-(s.length + counts.get(s, 0)) // full.page_tokens) for s in self.live)
-        return not full.is_empty and needed > full.usable_pages
+        if sum(counts.values()) > self.config.max_batch_tokens:
+            with pytest.raises(kv.InputError):
+                call()
+        elif any(after[s] > self.config.max_kv_cache_capacity for s in counts):
+            with pytest.raises(kv.CapacityError):
+                call()
+        elif not full.is_empty and sum(-(-n // full.page_tokens) for n in after.values()) > full.usable_pages:
+            with pytest.raises(kv.CapacityError) as refused:
+                call()
+            assert refused.value.needed > refused.value.free + refused.value.evictable
+        else:
+            return False
+        return True
+
+    @precondition(lambda self: self.live)
+    @rule(tokens=st.integers(1, 5), rounds=st.integers(1, 8), steps=st.sampled_from([1, 1, 3]), own=st.booleans())
+    def replay(self, tokens: int, rounds: int, steps: int, own: bool) -> None:
+        """Steps without the host: a captured step that outlives every change of composition, or one enqueued by the caller."""
+        tokens = min(tokens, self.config.max_step_tokens)
+        total = rounds * steps
+        if any(s.pending_tokens for s in self.live):
+            with pytest.raises(kv.StateError):
+                self.batch.reserve(total, tokens)
+            return
+        before = {s: s.length for s in self.live}
+        if self._is_refused(lambda: self.batch.reserve(total, tokens), before, dict.fromkeys(self.live, tokens), total):
+            return
+        self.batch.reserve(total, tokens)
+        sent, made = self.resources.device.bytes_to_device, self.resources.device.memory.allocations
+        if own:
+            for _ in range(total):
+                self.batch.enqueue_step(self.resources.stream, tokens)
+            self.batch.advanced(total, tokens)
+        else:
+            graph = self.graphs.get((tokens, steps))
+            if graph is None:
+                graph = self.graphs[tokens, steps] = self.batch.capture(tokens, steps=steps)
+            for _ in range(rounds):
+                graph.launch()
+            graph.advanced()
+        assert (self.resources.device.bytes_to_device, self.resources.device.memory.allocations) == (sent, made)
+        assert all(s.length == n + total * tokens for s, n in before.items())
+        self.naive.replayed(tokens, total)
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data(), form=st.sampled_from([None, "take_back", "accepted"]), counted=st.booleans(), times=st.integers(1, 4))
+    def step_by_the_device(self, data: st.DataObject, form: str | None, counted: bool, times: int) -> None:
+        """Steps whose counts only the device knows; the host leases for the longest case and learns lengths afterwards."""
+        longest = {s: s.length for s in self.live}
+        for _ in range(times if form or counted else 0):
+            chosen = data.draw(st.lists(st.sampled_from(self.live), min_size=1, unique=True))
+            room = {s: data.draw(st.integers(1, 10)) for s in chosen}
+            counts = {s: data.draw(st.integers(0, n)) for s, n in room.items()} if counted else room
+            back = {s: data.draw(st.integers(0, self._most_back(n))) for s, n in self.naive.sequences.items()} if form else {}
+            given: dict[str, kv.Tensor] = {}
+            if counted:
+                given["counts"] = self._array("counts", counts)
+            if form:
+                keep = {s: n.last - back[s] for s, n in self.naive.sequences.items()}
+                given[form] = self._array(form, back if form == "take_back" else keep)
+            if self._is_refused(lambda: self.batch.step(room, **given), longest, room):  # noqa: B023 - called at once
+                break
+            view = self.batch.step(room, **given)
+            longest = {s: n + room.get(s, 0) for s, n in longest.items()}
+            self.naive.stepped(view, room, counts, back)
+        self.batch.sync_lengths()
+        assert all(s.length == len(n.tokens) for s, n in self.naive.sequences.items())
+
+    def _most_back(self, naive: NaiveSequence) -> int:
+        """Return how many tokens of its last step a sequence can lose for sure."""
+        kept = self.config.max_step_tokens - (naive.high_water - len(naive.tokens))
+        return max(0, min(naive.last, kept))
+
+    def _array(self, name: str, values: dict[kv.Sequence, int]) -> kv.Tensor:
+        found = np.zeros(self.config.max_batch_size, np.int32)
+        for sequence, value in values.items():
+            found[sequence.row] = value
+        self.arrays[name].fill_from(found)
+        return self.arrays[name]
 
     @precondition(lambda self: any(s.length for s in self.live))
     @rule(data=st.data())
@@ -169,8 +259,8 @@ class BatchMachine(RuleBasedStateMachine):
 
 TestBatch = BatchMachine.TestCase
 TestBatch.settings = settings(
-    max_examples=6 if SIMULATED else 60,
-    stateful_step_count=12 if SIMULATED else 30,
+    max_examples=30 if SIMULATED else 80,
+    stateful_step_count=20 if SIMULATED else 30,
 )
 
 

@@ -206,6 +206,10 @@ def test_the_device_refuses_a_row_and_goes_on_with_the_others() -> None:
             assert np.array_equal(after["page_tables 1"][row], before["page_tables 1"][row])
         with pytest.raises(kv.InvariantError, match="BAD_COUNT"):
             batch.audit()
+        refused = batch.refusals()
+        assert {s.row: status for s, status in refused.items()} == {1: Status.BAD_COUNT, 2: Status.BAD_COUNT}
+        assert batch.refusals() == {}
+        batch.audit()
 
 
 def test_accepted_more_than_the_last_step_is_refused_on_the_device() -> None:

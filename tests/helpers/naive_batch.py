@@ -14,10 +14,14 @@ import numba_kv as kv
 
 @dataclass
 class NaiveSequence:
-    """What is known of one sequence: its tokens, how long it has been, and what each window's table must map."""
+    """What is known of one sequence.
+
+    Its tokens, how long it has been, how many tokens its last step appended, and what each window's table must map.
+    """
 
     tokens: list[int] = field(default_factory=list)
     high_water: int = 0
+    last: int = 0
     mapped: dict[int, set[int]] = field(default_factory=dict)
 
 
@@ -50,31 +54,43 @@ class NaiveBatch:
         del self.sequences[sequence]
         assert sequence.state == "retired"
 
-    def stepped(self, view: kv.StepView, counts: dict[kv.Sequence, int]) -> None:
-        """Check a step's tensors, write its tokens, and check that every key of a short step is where the tables say."""
+    def stepped(
+        self,
+        view: kv.StepView,
+        room: dict[kv.Sequence, int],
+        counts: dict[kv.Sequence, int] | None = None,
+        back: dict[kv.Sequence, int] | None = None,
+    ) -> None:
+        """Check a step's tensors, write its tokens, and check that every key of a short step is where the tables say.
+
+        `room` is the layout, `counts` what each sequence appended of it, `back` what was taken back first.
+        """
+        counts = room if counts is None else counts
+        for sequence, taken in (back or {}).items():
+            self.rewound(sequence, taken)
         contexts, lengths = view.context_lens.to_host(), view.seq_lens.to_host()
         starts, positions = view.cu_seqlens_q.to_host(), view.positions.to_host()
         slots = [t.to_host() for t in view.slot_mapping]
         tables = [t.to_host() for t in view.page_tables]
         blocks = [t.to_host() for t in view.block_tables]
-        assert view.num_tokens == sum(counts.values()) == starts[-1]
-        assert view.max_query_tokens == max(counts.values())
+        assert view.num_tokens == sum(room.values()) == starts[-1]
+        assert view.max_query_tokens == max(room.values())
         assert view.num_rows == max(s.row for s in self.sequences) + 1
-        self._check_carry(view, counts)
+        self._check_carry(view, room, counts)
         written: list[set[int]] = [set() for _ in self.plan.groups]
         for sequence, naive in self.sequences.items():
             row, count, before = sequence.row, counts.get(sequence, 0), len(naive.tokens)
             first = int(starts[row])
-            assert starts[row + 1] - first == count
+            surplus = slice(first + count, first + room.get(sequence, 0))
+            assert starts[row + 1] == surplus.stop
+            assert not positions[surplus].any()
             assert contexts[row] == before
             assert lengths[row] == before + count
             assert positions[first : first + count].tolist() == list(range(before, before + count))
-            fresh = list(range(self.next_token, self.next_token + count))
-            self.next_token += count
-            naive.tokens += fresh
-            naive.high_water = max(naive.high_water, len(naive.tokens))
+            fresh = self._append(naive, count)
             for group in self.plan.groups:
                 g, page = group.index, group.page_tokens
+                assert (slots[g][surplus] == -1).all()
                 if group.is_empty:
                     assert (slots[g] == -1).all()
                     continue
@@ -90,10 +106,44 @@ class NaiveBatch:
                         self.pools[g][slot] = token
                 if 0 < count <= self.config.max_step_tokens:
                     self._check_keys(naive, g, row, before, count, tables[g], blocks[g])
-        assert view.kv_len_upper >= max(len(n.tokens) for n in self.sequences.values())
+        longest = max(len(n.tokens) for n in self.sequences.values())
+        assert view.kv_len_upper >= longest
+        assert view.kv_len_upper == longest or not view.kv_len_is_exact
+
+    def replayed(self, tokens: int, steps: int) -> None:
+        """Note steps of `tokens` tokens a sequence that ran without the host, and check what the last of them left.
+
+        Where the tokens of earlier steps went is read from the block tables: they were complete before.
+        """
+        buffers = self.batch.resources.cache_managers[0].step_buffers
+        blocks, tables = ([t.to_host() for t in kind] for kind in (buffers.block_tables, buffers.page_tables))
+        slots = [t.to_host() for t in buffers.slot_mapping]
+        lengths, contexts, starts = (t.to_host() for t in (buffers.seq_lens, buffers.context_lens, buffers.cu_seqlens_q))
+        positions = buffers.positions.to_host()
+        assert np.array_equal(np.diff(starts), [tokens * (r in self._by_row()) for r in range(len(lengths))])
+        for row, naive in self._by_row().items():
+            for _ in range(steps):
+                before, fresh = len(naive.tokens), self._append(naive, tokens)
+                for group in self.plan.groups:
+                    g, page = group.index, group.page_tokens
+                    self._remap(naive, g, before, tokens)
+                    for position, token in enumerate(fresh, before):
+                        if not group.is_empty:
+                            self.pools[g][int(blocks[g][row, position // page]) * page + position % page] = token
+            assert (contexts[row], lengths[row]) == (before, before + tokens)
+            of_row = slice(starts[row], starts[row + 1])
+            assert positions[of_row].tolist() == list(range(before, before + tokens))
+            for group in self.plan.groups:
+                if group.is_empty:
+                    assert (slots[group.index][of_row] == -1).all()
+                    continue
+                assert [self.pools[group.index].get(int(slot)) for slot in slots[group.index][of_row]] == fresh
+                self._check_keys(naive, group.index, row, before, tokens, tables[group.index], blocks[group.index])
 
     def rewound(self, sequence: kv.Sequence, count: int) -> None:
-        """Take tokens back."""
+        """Take tokens back. No later step can take back what an earlier one appended."""
+        for other in self.sequences.values():
+            other.last = 0
         naive = self.sequences[sequence]
         target = len(naive.tokens) - count
         del naive.tokens[target:]
@@ -109,7 +159,7 @@ class NaiveBatch:
         assert report.rows == len(self.sequences)
         assert report.tokens == sum(len(n.tokens) for n in self.sequences.values())
         buffers = self.batch.resources.cache_managers[0].step_buffers
-        by_row = {s.row: n for s, n in self.sequences.items()}
+        by_row = self._by_row()
         for group in self.plan.groups:
             g, page = group.index, group.page_tokens
             table, blocks = buffers.page_tables[g].to_host(), buffers.block_tables[g].to_host()
@@ -138,6 +188,18 @@ class NaiveBatch:
                     live_pages += ring
             assert len(set(live_pages)) == len(live_pages)
 
+    def _by_row(self) -> dict[int, NaiveSequence]:
+        return {s.row: n for s, n in self.sequences.items()}
+
+    def _append(self, naive: NaiveSequence, count: int) -> list[int]:
+        """Append new tokens to a sequence and return them."""
+        fresh = list(range(self.next_token, self.next_token + count))
+        self.next_token += count
+        naive.tokens += fresh
+        naive.high_water = max(naive.high_water, len(naive.tokens))
+        naive.last = count
+        return fresh
+
     def _remap(self, naive: NaiveSequence, g: int, before: int, count: int) -> None:
         """Apply what a step does to the mapped pages of a window: newest R pages, none below the first query's window."""
         group = self.plan.groups[g]
@@ -158,11 +220,11 @@ class NaiveBatch:
             slot = int(blocks[row, logical]) * group.page_tokens + offset
             assert self.pools[g].get(slot) == naive.tokens[position]
 
-    def _check_carry(self, view: kv.StepView, counts: dict[kv.Sequence, int]) -> None:
+    def _check_carry(self, view: kv.StepView, room: dict[kv.Sequence, int], counts: dict[kv.Sequence, int]) -> None:
         """Check that carry slots hold, before the step writes, the window's tokens before it."""
         limit = self.config.max_step_tokens
         for group, carry in zip(self.plan.groups, view.carry_slots, strict=True):
-            if group.window.is_full or not any(n > limit for n in counts.values()):
+            if group.window.is_full or not any(n > limit for n in room.values()):
                 assert carry is None
                 continue
             found, width = carry.to_host(), group.window.tokens - 1

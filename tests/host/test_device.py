@@ -210,11 +210,11 @@ def test_a_fresh_thread_can_use_the_device(device: Device) -> None:
 
     def work() -> None:
         try:
-            device.make_current()
-            tensor, staging = device.tensor((3,), INT32), Staging(device, 3)
-            send(staging, tensor, [1, 2, 3], device.stream)
+            with device.active():
+                tensor, staging = device.tensor((3,), INT32), Staging(device, 3)
+                send(staging, tensor, [1, 2, 3], device.stream)
+                staging.close()
             found.append(tensor.to_host().tolist())
-            staging.close()
         except BaseException as error:
             found.append(error)
 

@@ -77,12 +77,20 @@ def rings_of(arrays: StepArrays, row: int) -> list[np.ndarray]:
     return [arrays.blocks(g)[row, : arrays.groups[g].ring].copy() for g in range(1, len(arrays.groups))]
 
 
+def resets(arrays: StepArrays, rows: dict[int, list[np.ndarray] | None], bounds: tuple[int, int] | None = None) -> EditBlock:
+    """Return the block that empties rows and gives those that are to start a sequence their rings."""
+    block, names = EditBlock(), list(rows)
+    rings = [np.concatenate(rings_of(arrays, row) if ring is None else ring) for row, ring in rows.items()]
+    low, high = (arrays.lengths[names],) * 2 if bounds is None else (np.full(len(names), b) for b in bounds)
+    is_live = np.array([ring is not None for ring in rows.values()])
+    block.set_resets(np.array(names), is_live, arrays.leased[names], low, high, np.stack(rings).astype(np.int32))
+    return block
+
+
 def test_a_retired_row_is_empty_in_every_table(device: Device) -> None:
     """Nothing of a row stays: entries of -1, the null page, length 0. vllm#56734, TensorRT-LLM#16056."""
     arrays = rows_in_use()
-    block = EditBlock()
-    block.reset(2, int(arrays.leased[2]), (30, 30), None)
-    after = send(device, arrays, block)
+    after = send(device, arrays, resets(arrays, {2: None}))
     expected = arrays.copy()
     emptied(expected, 2, None)
     unchanged_but_edits(after, expected)
@@ -90,8 +98,8 @@ def test_a_retired_row_is_empty_in_every_table(device: Device) -> None:
 
 def test_an_admitted_row_gets_its_rings(device: Device) -> None:
     arrays = rows_in_use()
-    block, rings = EditBlock(), rings_of(arrays, 0)
-    block.reset(1, int(arrays.leased[1]), (0, 0), rings)
+    rings = rings_of(arrays, 0)
+    block = resets(arrays, {1: rings})
     expected = arrays.copy()
     emptied(expected, 1, rings)
     unchanged_but_edits(send(device, arrays, block), expected)
@@ -100,8 +108,7 @@ def test_an_admitted_row_gets_its_rings(device: Device) -> None:
 @pytest.mark.parametrize("bounds", [(30, 30), (25, 30), (30, 32)])
 def test_bounds_of_a_length_clear_all_that_may_be_mapped(device: Device, bounds: tuple[int, int]) -> None:
     arrays = rows_in_use()
-    block = EditBlock()
-    block.reset(2, int(arrays.leased[2]), bounds, None)
+    block = resets(arrays, {2: None}, bounds)
     expected = arrays.copy()
     emptied(expected, 2, None)
     unchanged_but_edits(send(device, arrays, block), expected)
@@ -124,8 +131,7 @@ def test_pages_are_added_and_taken_away(device: Device) -> None:
 
 def test_a_model_without_full_attention_has_no_full_table_to_write(device: Device) -> None:
     arrays = rows_in_use(has_full=False)
-    block = EditBlock()
-    block.reset(2, 0, (30, 30), rings_of(arrays, 2))
+    block = resets(arrays, {2: rings_of(arrays, 2)})
     expected = arrays.copy()
     emptied(expected, 2, rings_of(arrays, 2))
     unchanged_but_edits(send(device, arrays, block), expected)
@@ -158,41 +164,58 @@ def test_a_block_that_was_not_planned_for_is_refused() -> None:
         block.write(np.zeros(6, np.int32))
 
 
+def any_rows(data: st.DataObject) -> tuple[StepArrays, list[int]]:
+    """Draw rows of any lengths, and some of them."""
+    rows = data.draw(st.integers(1, 4))
+    lengths = tuple(data.draw(st.lists(st.integers(0, 32), min_size=rows, max_size=rows)))
+    chosen = data.draw(st.lists(st.integers(0, rows - 1), min_size=1, unique=True))
+    return rows_in_use(rows, lengths, data.draw(st.booleans())), chosen
+
+
+def any_layout(data: st.DataObject, block: EditBlock, expected: StepArrays) -> None:
+    """Draw whether the block carries the counts of a step too, and which."""
+    if data.draw(st.booleans()):
+        counts = np.array(data.draw(st.lists(st.integers(0, 9), min_size=expected.rows, max_size=expected.rows)))
+        block.set_layout(counts, np.concatenate([[0], np.cumsum(counts)]))
+        expected.counts[:], expected.cu_seqlens_q[1:] = counts, np.cumsum(counts)
+
+
 @settings(max_examples=EXAMPLES)
 @given(data=st.data())
-def test_any_block(device: Device, data: st.DataObject) -> None:
-    rows = data.draw(st.integers(1, 4))
-    has_full = data.draw(st.booleans())
-    lengths = tuple(data.draw(st.lists(st.integers(0, 32), min_size=rows, max_size=rows)))
-    arrays = rows_in_use(rows, lengths, has_full)
+def test_any_rows_end_and_start(device: Device, data: st.DataObject) -> None:
+    arrays, chosen = any_rows(data)
+    expected = arrays.copy()
+    sources = st.one_of(st.none(), st.integers(0, arrays.rows - 1))
+    rings = {row: None if (s := data.draw(sources)) is None else rings_of(arrays, s) for row in chosen}
+    for row, ring in rings.items():
+        emptied(expected, row, ring)
+    block = resets(arrays, rings)
+    any_layout(data, block, expected)
+    unchanged_but_edits(send(device, arrays, block), expected)
+
+
+@settings(max_examples=EXAMPLES)
+@given(data=st.data())
+def test_any_pages_come_and_go(device: Device, data: st.DataObject) -> None:
+    arrays, chosen = any_rows(data)
+    chosen = [] if arrays.groups[0].is_empty else chosen
     expected, block = arrays.copy(), EditBlock()
-    roles = data.draw(st.lists(st.sampled_from(["keep", "retire", "admit", "pages"]), min_size=rows, max_size=rows))
-    growing = [row for row in range(rows) if roles[row] == "pages" and has_full]
-    ids = data.draw(st.permutations(range(8 * rows)))
+    ids = list(data.draw(st.permutations(range(8 * arrays.rows))))
     firsts, sizes, taken = [], [], []
-    for row in growing:
+    for row in chosen:
         held = int(arrays.leased[row])
         first = data.draw(st.sampled_from([held, data.draw(st.integers(0, held))]))
         size = data.draw(st.integers(0, 8 - held)) if first == held else 0
+        fresh, ids = ids[:size], ids[size:]
         firsts.append(first)
         sizes.append(size)
-        fresh, ids = ids[:size], ids[size:]
         taken += fresh
         expected.blocks(0)[row, first:] = expected.groups[0].null_page
         expected.page_table(0)[row, :, first:] = -1
         expected.lease(row, [*arrays.blocks(0)[row, :first], *fresh])
-    held = arrays.leased[growing].astype(np.int64)
-    block.set_pages(np.array(growing, np.int64), np.array(firsts, np.int64), np.array(sizes, np.int64),
-                    np.array(taken, np.int32), held)  # fmt: skip
-    for row, role in enumerate(roles):
-        if role in ("retire", "admit"):
-            rings = rings_of(arrays, data.draw(st.integers(0, rows - 1))) if role == "admit" else None
-            block.reset(row, int(arrays.leased[row]), (lengths[row], lengths[row]), rings)
-            emptied(expected, row, rings)
-    if data.draw(st.booleans()):
-        counts = np.array(data.draw(st.lists(st.integers(0, 9), min_size=rows, max_size=rows)))
-        block.set_layout(counts, np.concatenate([[0], np.cumsum(counts)]))
-        expected.counts[:], expected.cu_seqlens_q[1:] = counts, np.cumsum(counts)
+    numbers = (np.array(values, np.int64) for values in (chosen, firsts, sizes))
+    block.set_pages(*numbers, np.array(taken, np.int32), arrays.leased[chosen].astype(np.int64))
+    any_layout(data, block, expected)
     unchanged_but_edits(send(device, arrays, block), expected)
 
 
@@ -238,20 +261,25 @@ def test_holes_are_filled_from_above(live: list[bool]) -> None:
         assert not live[row] or sources[row] == row
 
 
-def test_words_of_a_record_are_those_of_the_kernel(device: Device) -> None:
+def test_words_of_a_record_are_those_of_the_kernel() -> None:
     """The block is also what its layout says, word by word."""
-    block = EditBlock()
-    block.set_pages(np.array([1]), np.array([2]), np.array([2]), np.array([5, 6], np.int32), np.array([2]))
-    block.reset(0, 3, (7, 9), [np.array([4, 1], np.int32)])
-    words = np.zeros(64, np.int32)
-    num_words, layout_at, take_back_at = block.write(words)
-    assert (num_words, layout_at, take_back_at) == (24, -1, -1)
+    block, words = EditBlock(), np.zeros(64, np.int32)
+    rings = np.array([[4, 1], [6, 2]], np.int32)
+    held, bounds = np.array([3, 1]), np.array([7, 0])
+    block.set_resets(np.array([0, 2]), np.array([True, False]), held, bounds, bounds + 2, rings)
+    assert block.write(words) == (24, -1, -1)
     first, second = words[:10].tolist(), words[10:20].tolist()
-    assert first[layout.ROW] == 0
-    assert first[layout.FLAGS] == layout.RESET | layout.LIVE
+    assert (first[layout.ROW], second[layout.ROW]) == (0, 2)
+    assert (first[layout.FLAGS], second[layout.FLAGS]) == (layout.RESET | layout.LIVE, layout.RESET)
     assert (first[layout.CLEAR_FROM], first[layout.CLEAR_TO], first[layout.COUNT]) == (0, 3, 0)
     assert (first[layout.LOW_TOKENS], first[layout.HIGH_TOKENS]) == (7, 9)
     assert words[first[layout.RINGS_AT] :][:2].tolist() == [4, 1]
-    assert (second[layout.ROW], second[layout.FLAGS], second[layout.FIRST], second[layout.COUNT]) == (1, 0, 2, 2)
-    assert words[second[layout.IDS_AT] :][:2].tolist() == [5, 6]
-    assert second[layout.CLEAR_FROM] == second[layout.CLEAR_TO] == 4
+    block = EditBlock()
+    block.set_pages(np.array([1, 3]), np.array([2, 0]), np.array([2, 1]), np.array([5, 6, 7], np.int32), np.array([2, 4]))
+    assert block.write(words) == (23, -1, -1)
+    first, second = words[:10].tolist(), words[10:20].tolist()
+    assert (first[layout.ROW], first[layout.FLAGS], first[layout.FIRST], first[layout.COUNT]) == (1, 0, 2, 2)
+    assert words[first[layout.IDS_AT] :][:2].tolist() == [5, 6]
+    assert words[second[layout.IDS_AT]] == 7
+    assert (first[layout.CLEAR_FROM], first[layout.CLEAR_TO]) == (4, 4)
+    assert (second[layout.CLEAR_FROM], second[layout.CLEAR_TO]) == (1, 4)

@@ -23,7 +23,8 @@ TIERS = (
     ("context",),
     ("shared_resources",),
     ("batch", "bindings"),
-    ("adapters", "replay"),
+    ("adapters",),
+    ("replay",),
     ("cli",),
 )
 RANK = {room: rank for rank, rooms in enumerate(TIERS) for room in rooms}
