@@ -336,7 +336,7 @@ def _regions(plan: MemoryPlan) -> list[Region]:
             add(f"carry_slots.{group.index}", (rows, group.window.tokens - 1), "int64")
     for name in ("lengths", "high_water", "appended", "mapped_begin"):  # one copy a group: see kernels/advance.py
         add(name, (count, rows))
-    for name in ("floors", "leased", "status", "counts", "take_back", "seq_lens", "context_lens"):
+    for name in ("floors", "leased", "live", "status", "counts", "take_back", "seq_lens", "context_lens"):
         add(name, (rows,))
     add("cu_seqlens_q", (rows + 1,))
     add("positions", (tokens,))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from numba_kv.errors import InvariantError
+from numba_kv.errors import InvariantError, StateError
 from numba_kv.kernels.layout import Status
 from numba_kv.ledger.pages import PoolFigures
 
@@ -43,14 +43,23 @@ class AuditReport:
 
 
 def audit_batch(ledger: RowLedger, buffers: StepBuffers) -> AuditReport:
-    """Compare everything; raise InvariantError at the first difference. Waits for the stream."""
+    """Compare everything. Waits for the stream.
+
+    Raises
+    ------
+    InvariantError
+        At the first difference.
+    StateError
+        If the device refused a step and nobody asked for `Batch.refusals`.
+    """
     _check_host(ledger)
     status = buffers.status.to_host()
     if status.any():
         row = int(np.flatnonzero(status)[0])
-        raise InvariantError(f"row {row}: the device refused a step ({Status(int(status[row])).name})")
+        raise StateError(f"row {row}: the device refused a step ({Status(int(status[row])).name}); refusals() tells and clears")
     _same("floors", buffers.floors.to_host(), ledger.floor)
     _same("leased", buffers.leased.to_host(), ledger.leased)
+    _same("live", buffers.live.to_host(), ledger.live.astype(np.int64))
     lengths, peaks = buffers.lengths.to_host(), buffers.high_water.to_host()
     mapped, pools = [], []
     device_begin = buffers.mapped_begin.to_host()

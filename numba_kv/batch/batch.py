@@ -362,6 +362,8 @@ class Batch(HostlessSteps):
         ------
         InvariantError
             Naming the first disagreement.
+        StateError
+            If the device refused a step and `refusals` was not called since.
 
         Stream: waits. Cost: reads every table once. Lengths that came from the device are read first.
         """

@@ -69,13 +69,14 @@ class CapturedStep:
                 raise StateError(f"stream: {stream!r} is not the resources' stream; hand_over() moves them to it")
             if self._graph.is_closed:
                 raise StateError("launch: the captured step is closed; capture another")
-            if self.launched + self.steps > self._stepper.reserved:
-                raise StateError(
-                    f"launch: {self._stepper.reserved} steps were reserved and {self.launched} launched; reserve more"
-                )
+            stepper = self._stepper
+            if stepper.launched + self.steps > stepper.reserved:
+                reserved = stepper.reserved
+                raise StateError(f"launch: {reserved} steps were reserved and {stepper.launched} launched; reserve more")
             self._guard.is_enqueueing = True
             self._graph.launch(device.stream)
             self.launched += self.steps
+            stepper.launched += self.steps
 
     def advanced(self, steps: int | None = None) -> None:
         """Note steps (default: all that are not noted yet); see `Batch.advanced`. Host only."""

@@ -25,7 +25,7 @@ __all__ = ["CompactWindow", "DerivedForms", "KvIndices"]
 
 @dataclass(frozen=True, slots=True)
 class KvIndices:
-    """CSR form of a group, as FlashInfer's wrappers and SGLang's kernels take it.
+    """CSR form of a group, as FlashInfer's wrappers take it.
 
     Attributes
     ----------

@@ -82,7 +82,7 @@ class StepLaunches:
         arena = buffers.arena
         state = {
             name: getattr(buffers, name)
-            for name in ("lengths", "high_water", "appended", "mapped_begin", "floors", "leased", "status", "groups")
+            for name in ("lengths", "high_water", "appended", "mapped_begin", "floors", "leased", "live", "status", "groups")
         }
         tables = {name: arena[name] for name in ("page_tables", "block_tables")}
         self._advance_values: dict[str, Tensor | int] = {

@@ -50,6 +50,7 @@ class Stepper:
         self.stats = BatchStats()
         self.launches = StepLaunches(buffers)
         self.reserved = 0  # steps that may run without the host
+        self.launched = 0  # ... of which a captured step has launched, and nobody noted
         self._rows = rows
         self._guard = guard
         self._even = EvenSteps(rows)
@@ -149,9 +150,10 @@ class Stepper:
             raise StateError(f"steps: {steps} are noted, {self.reserved} were reserved")
         if not np.array_equal(np.unique(self._layout), [0, tokens]) and not (self._layout == tokens).all():
             raise StateError(f"tokens: {tokens} a row are noted, but another count was reserved")
-        counts, reserved = self._layout, self.reserved
+        counts, reserved, launched = self._layout, self.reserved, self.launched
+        self.launched = 0
         self.change()
-        self.reserved = reserved - steps
+        self.reserved, self.launched = reserved - steps, max(0, launched - steps)
         self._note(counts, driven, steps)
         self.stats.steps += steps
         self.stats.tokens += steps * int(counts.sum())
@@ -186,7 +188,15 @@ class Stepper:
         return (row, int(left[row])) if left[row] > 0 else (0, 0)
 
     def change(self) -> None:
-        """Begin something that changes more than an even step does."""
+        """Begin something that changes more than an even step does.
+
+        Raises
+        ------
+        StateError
+            If captured steps were launched and not noted: the host would decide on old lengths.
+        """
+        if self.launched:
+            raise StateError(f"{self.launched} captured steps were launched and not noted; call advanced() first")
         self.settle()
         self._even.end()
         self.reserved = 0
@@ -232,11 +242,11 @@ class Stepper:
             self.ledger.note_even_steps(steps * counts, counts)
         else:
             least = counts if driven.counts is None else np.zeros_like(counts)
+            back = np.zeros_like(counts) if driven.back is None else self._last
             for _ in range(steps):
-                back = np.zeros_like(counts) if driven.back is None else self._last
                 self.ledger.note_uncertain_step(counts, least, back)
-                self._last = counts
-        self._last = counts
+                back = back if driven.back is None else counts
+        self._last = counts.copy()
 
     def _check_total(self, total: int) -> None:
         most = self.plan.config.max_batch_tokens

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["StepBuffers"]
 
 _GROUP_STATE = ("lengths", "high_water", "appended", "mapped_begin")
-_ROW_STATE = ("floors", "leased", "status", "counts", "take_back", "seq_lens", "context_lens")
+_ROW_STATE = ("floors", "leased", "live", "status", "counts", "take_back", "seq_lens", "context_lens")
 _ARENAS = ("page_tables", "block_tables", "slot_mapping", "carry_slots")
 
 
@@ -40,7 +40,7 @@ class StepBuffers:
         Slots of the tokens before a long step.
     lengths, high_water, appended, mapped_begin : Tensor [G, B]
         State of a row, one copy a group: its length, the longest it has been, tokens of its last step, first mapped page.
-    floors, leased, status, counts, take_back, seq_lens, context_lens : Tensor [B]
+    floors, leased, live, status, counts, take_back, seq_lens, context_lens : Tensor [B]
         Row state and step data.
     cu_seqlens_q : Tensor [B + 1]
         First token of each row in the step.
@@ -58,6 +58,7 @@ class StepBuffers:
     high_water: Tensor
     floors: Tensor
     leased: Tensor
+    live: Tensor
     status: Tensor
     counts: Tensor
     take_back: Tensor

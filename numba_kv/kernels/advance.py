@@ -101,6 +101,7 @@ def remap(k_row, v_row, id_row, old_begin, old_end, begin, end, num_pages, page_
     mapped_begin=array("int32", 2),
     floors=array("int32"),
     leased=array("int32"),
+    live=array("int32"),
     status=array("int32"),
     groups=array("int64", 2),
     page_tables=array("int32"),
@@ -125,6 +126,7 @@ def advance(
     mapped_begin,
     floors,
     leased,
+    live,
     status,
     groups,
     page_tables,
@@ -145,7 +147,7 @@ def advance(
 
     Item: g * B + row. Writes: lengths, high_water, appended, mapped_begin, page tables of window groups and, if
     `write_slots`, slot_mapping of the row's tokens; items of group 0 also seq_lens, context_lens, positions and, for a
-    refusal, status. A refused row keeps its state.
+    refusal, status. A refused row keeps its state; of a retired row no count is read.
     """
     rows = np.int64(counts.shape[0])
     row = np.int64(item)
@@ -172,11 +174,12 @@ def advance(
     held = np.int64(leased[row])
     first = np.int64(cu_seqlens_q[row])
     room = np.int64(cu_seqlens_q[row + 1]) - first
+    is_live = live[row] != 0
     count = np.int64(0)
-    if use_counts != 0:
+    if use_counts != 0 and is_live:
         count = np.int64(counts[row])
     back = np.int64(0)
-    if back_mode != NO_BACK:
+    if back_mode != NO_BACK and is_live:
         back = np.int64(take_back[row])
         if back_mode != TAKE_BACK:
             if back < 0 or back > last:

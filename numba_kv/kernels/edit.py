@@ -45,6 +45,7 @@ __all__ = ["apply_edits", "permute_rows"]
     mapped_begin=array("int32", 2),
     floors=array("int32"),
     leased=array("int32"),
+    live=array("int32"),
     status=array("int32"),
     counts=array("int32"),
     cu_seqlens_q=array("int32"),
@@ -67,6 +68,7 @@ def apply_edits(
     mapped_begin,
     floors,
     leased,
+    live,
     status,
     counts,
     cu_seqlens_q,
@@ -156,7 +158,9 @@ def apply_edits(
                 mapped_begin[g, row] = 0
             floors[row] = 0
             status[row] = 0
-            counts[row] = 0  # until the layout of a step says otherwise: a captured step appends nothing here
+            live[row] = 1 if flags & LIVE != 0 else 0
+            if layout_at < 0:  # until the layout of a step says otherwise, a captured step appends nothing here
+                counts[row] = 0
 
 
 @kernel(
@@ -171,6 +175,7 @@ def apply_edits(
     mapped_begin=array("int32", 2),
     floors=array("int32"),
     leased=array("int32"),
+    live=array("int32"),
     status=array("int32"),
 )
 def permute_rows(
@@ -187,6 +192,7 @@ def permute_rows(
     mapped_begin,
     floors,
     leased,
+    live,
     status,
 ):
     """Move the metadata of rows along a cycle; no KV byte moves.
@@ -233,11 +239,13 @@ def permute_rows(
             high_water[g, tail] = peak
             appended[g, tail] = count
             mapped_begin[g, tail] = begin
-        floor, held, word = floors[head], leased[head], status[head]
+        floor, held, alive, word = floors[head], leased[head], live[head], status[head]
         for i in range(first, last):
             floors[edits[i]] = floors[edits[i + 1]]
             leased[edits[i]] = leased[edits[i + 1]]
+            live[edits[i]] = live[edits[i + 1]]
             status[edits[i]] = status[edits[i + 1]]
         floors[tail] = floor
         leased[tail] = held
+        live[tail] = alive
         status[tail] = word

@@ -40,6 +40,8 @@ class RowLedger:
         Ring pages of each window group by row (entry 0 is empty).
     free_rows, peak_rows, admitted : int
         Rows without a sequence; most rows ever in use; sequences admitted so far.
+    is_exact : bool
+        Whether the device made no decision since its numbers were last read.
     mapped_begin : int64 [G, B]
         First mapped logical page of each window group.
     """
@@ -63,6 +65,7 @@ class RowLedger:
         self.free_rows = rows
         self.admitted = 0
         self.peak_rows = 0
+        self.is_exact = True
 
     @property
     def headroom(self) -> int:
@@ -130,14 +133,10 @@ class RowLedger:
 
     def note_uncertain_step(self, most: NDArray[np.int64], least: NDArray[np.int64], back: NDArray[np.int64]) -> None:
         """Widen the bounds of lengths: the device takes back up to `back` and appends `least` to `most` tokens a row."""
+        self.is_exact = False
         self.lo = np.maximum(self.lo - back, 0) + least
         self.hi += most
         np.maximum(self.high_water, self.hi, out=self.high_water)
-
-    @property
-    def is_exact(self) -> bool:
-        """Whether every length is known exactly."""
-        return bool(np.array_equal(self.lo, self.hi))
 
     def learn(self, lengths: NDArray[np.int64], high_water: NDArray[np.int64], mapped_begin: NDArray[np.int64]) -> None:
         """Take the device's numbers over.
@@ -153,6 +152,7 @@ class RowLedger:
             raise InvariantError(
                 f"row {row}: length {int(lengths[row])} on the device, {self.lo[row]}..{self.hi[row]} expected"
             )
+        self.is_exact = True
         self.lo[:] = self.hi[:] = lengths
         self.high_water[:] = high_water
         self.mapped_begin[:] = mapped_begin

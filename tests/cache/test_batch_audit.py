@@ -32,7 +32,7 @@ def batch() -> Iterator[kv.Batch]:
         ("high_water", (1, 0)),
         ("floors", (0,)),
         ("leased", (2,)),
-        ("status", (1,)),
+        ("live", (1,)),
         ("mapped_begin", (1, 0)),
         ("page_tables[0]", (0, 0, 0)),
         ("page_tables[0]", (0, 1, 1)),

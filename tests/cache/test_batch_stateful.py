@@ -259,7 +259,7 @@ class BatchMachine(RuleBasedStateMachine):
 
 TestBatch = BatchMachine.TestCase
 TestBatch.settings = settings(
-    max_examples=30 if SIMULATED else 80,
+    max_examples=60 if SIMULATED else 150,
     stateful_step_count=20 if SIMULATED else 30,
 )
 

@@ -204,7 +204,7 @@ def test_the_device_refuses_a_row_and_goes_on_with_the_others() -> None:
         for row in (1, 2):
             assert after["lengths"][row] == before["lengths"][row]
             assert np.array_equal(after["page_tables 1"][row], before["page_tables 1"][row])
-        with pytest.raises(kv.InvariantError, match="BAD_COUNT"):
+        with pytest.raises(kv.StateError, match="BAD_COUNT"):
             batch.audit()
         refused = batch.refusals()
         assert {s.row: status for s, status in refused.items()} == {1: Status.BAD_COUNT, 2: Status.BAD_COUNT}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -432,6 +433,9 @@ class SlowDevice:
 
     def copy_to_device(self, destination: int, source: int, nbytes: int, stream: Any) -> None:
         self.pending.append((destination, source, nbytes))
+
+    def active(self) -> Any:
+        return contextlib.nullcontext()
 
     def record(self) -> Any:
         return SlowEvent(self)

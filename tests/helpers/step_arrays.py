@@ -86,8 +86,9 @@ class StepArrays:
         for name, size in at.items():
             kind = np.int64 if name in ("slot_mapping", "carry_slots") else np.int32
             self.arrays[name] = np.full(size, UNWRITTEN, kind)
-        for name in (*_PER_GROUP, "floors", "leased", "status", "counts", "take_back"):
+        for name in (*_PER_GROUP, "floors", "leased", "live", "status", "counts", "take_back"):
             self.arrays[name] = np.zeros(rows, np.int32)
+        self.arrays["live"][:] = 1
         for name, size in (("seq_lens", rows), ("context_lens", rows), ("positions", tokens)):
             self.arrays[name] = np.full(size, UNWRITTEN, np.int32)
         self.arrays["mapped_begin"] = np.zeros((len(groups), rows), np.int32)

@@ -10,6 +10,7 @@ from hypothesis import given, settings, strategies as st
 
 import numba_kv as kv
 from numba_kv.device import Device, create_device
+from numba_kv.dtypes import dtype
 from numba_kv.geometry import INT32_MAX, ceil_div, mapped_pages
 from numba_kv.kernels import layout
 from numba_kv.kernels.derived import compact_table, copy_indices, count_pages, split_table
@@ -192,3 +193,26 @@ def test_any_rows(device: Device, case: tuple[StepArrays, int], extra: int) -> N
     check_csr(device, arrays.copy(), g)
     check_split(device, arrays.copy(), g)
     check_compact(device, arrays.copy(), 1, arrays.groups[1].ring + extra)
+
+
+def test_rows_of_a_huge_table_are_found(device: Device) -> None:
+    """A row pitch of 2^30 entries: only the row that is meant is read. flash-attention#772."""
+    width, int32 = 1 << 30, dtype("int32")
+    try:
+        table = device.tensor((3 * width,), int32)
+    except kv.CapacityError as error:
+        pytest.skip(f"the table does not fit here ({error})")
+    table[2 * width : 2 * width + 3].fill_from(np.array([5, 3, 9], np.int32))
+    described = np.zeros((1, 16), np.int64)
+    described[0, [layout.SHIFT, layout.WIDTH, layout.NUM_PAGES]] = 2, width, 42
+    values = {
+        "groups": described,
+        "mapped_begin": np.zeros((1, 3), np.int32),
+        "kv_indptr": np.array([0, 0, 0, 3], np.int32),
+        "kv_indices": np.full(4, UNWRITTEN, np.int32),
+    }
+    tensors = {name: device.tensor(a.shape, dtype(a.dtype.name)) for name, a in values.items()}
+    for name, tensor in tensors.items():
+        tensor.fill_from(values[name])
+    copy_indices.bind(device, {**tensors, "block_tables": table, "group": 0})(3, device.stream)
+    assert tensors["kv_indices"].to_host().tolist() == [5, 3, 9, UNWRITTEN]

@@ -17,7 +17,7 @@ from numba_kv.kernels.edit import apply_edits, permute_rows
 from tests.helpers.step_arrays import StepArrays, full_group, same, window_group
 
 EXAMPLES = 15 if kv.target() == "sim" else 50
-ROW_STATE = ("lengths", "high_water", "appended", "floors", "leased", "status")
+ROW_STATE = ("lengths", "high_water", "appended", "floors", "leased", "status", "counts")
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +64,7 @@ def emptied(arrays: StepArrays, row: int, rings: list[np.ndarray] | None) -> Non
     """Do what a reset of a row does, in place."""
     for name in ROW_STATE:
         arrays.arrays[name][row] = 0
+    arrays.live[row] = rings is not None
     for g, group in enumerate(arrays.groups):
         arrays.page_table(g)[row] = -1
         arrays.blocks(g)[row] = group.null_page
