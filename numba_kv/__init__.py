@@ -30,6 +30,7 @@ _MODULES = {
         "TargetError",
         "TraceError",
         "UnsupportedModelError",
+        "WeightError",
     ),
     "numba_kv.geometry": ("Window",),
     "numba_kv.plan": ("MemoryPlan", "plan_memory"),
@@ -89,6 +90,7 @@ if TYPE_CHECKING:  # the same table for type checkers and editors; a test compar
         TargetError as TargetError,
         TraceError as TraceError,
         UnsupportedModelError as UnsupportedModelError,
+        WeightError as WeightError,
     )
     from numba_kv.geometry import Window as Window
     from numba_kv.plan import MemoryPlan as MemoryPlan, plan_memory as plan_memory

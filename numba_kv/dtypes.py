@@ -40,7 +40,7 @@ class DType:
     @property
     def is_extension(self) -> bool:
         """Whether NumPy itself lacks the type, so that ml_dtypes brings it."""
-        return self.name in ("bfloat16", "float8_e4m3")
+        return self.name in _EXTENSIONS
 
     def numpy(self) -> np.dtype:
         """Return the NumPy dtype (imports NumPy, and ml_dtypes for the types NumPy lacks)."""
@@ -57,6 +57,9 @@ class DType:
         return self.name
 
 
+#: Types that NumPy lacks and ml_dtypes brings.
+_EXTENSIONS = frozenset({"bfloat16", "float8_e4m3", "float8_e5m2", "float8_e8m0"})
+
 _TYPES = {
     t.name: t
     for t in (
@@ -68,6 +71,16 @@ _TYPES = {
         DType("int32", 4, "int32", "int32"),
         DType("int8", 1, "int8", "int8"),
         DType("uint8", 1, "uint8", "uint8"),
+        # what checkpoints hold besides
+        DType("float64", 8, "float64", "uint64"),
+        DType("float8_e5m2", 1, "float8_e5m2", "uint8"),
+        DType("float8_e8m0", 1, "float8_e8m0fnu", "uint8"),
+        DType("int16", 2, "int16", "int16"),
+        DType("uint64", 8, "uint64", "uint64"),
+        DType("uint32", 4, "uint32", "uint32"),
+        DType("uint16", 2, "uint16", "uint16"),
+        DType("bool", 1, "bool", "uint8"),
+        DType("complex64", 8, "complex64", "uint64"),
     )
 }
 
@@ -83,6 +96,8 @@ _ALIASES = {
     "fp8": "float8_e4m3",
     "fp8_e4m3": "float8_e4m3",
     "float8_e4m3fn": "float8_e4m3",
+    "fp8_e5m2": "float8_e5m2",
+    "float8_e8m0fnu": "float8_e8m0",
 }
 
 

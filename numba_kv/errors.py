@@ -8,6 +8,7 @@ Every refusal names the argument, what came, what was allowed and what to do. Th
       InputError (ValueError)         an argument of a call is wrong
         ShapeError                    arrays disagree on shape, dtype or layout
         TraceError                    a line of a trace file is wrong
+        WeightError                   a file of weights, or what it holds, is wrong
       PlanError                       the plan does not fit the budget
       CapacityError                   pages, rows or tokens have run out
       StateError (RuntimeError)       a call that the object's state does not allow
@@ -35,6 +36,7 @@ __all__ = [
     "TargetError",
     "TraceError",
     "UnsupportedModelError",
+    "WeightError",
 ]
 
 
@@ -60,6 +62,10 @@ class ShapeError(InputError):
 
 class TraceError(InputError):
     """A trace file holds a line that cannot be a request."""
+
+
+class WeightError(InputError):
+    """A file of weights cannot be read, or does not hold what is wanted; nothing was loaded."""
 
 
 class PlanError(NumbaKVError):

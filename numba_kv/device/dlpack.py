@@ -22,6 +22,15 @@ _CODES = {
     "int32": 0,
     "int8": 0,
     "uint8": 1,
+    "float64": 2,
+    "float8_e5m2": 12,
+    "float8_e8m0": 14,
+    "int16": 0,
+    "uint64": 1,
+    "uint32": 1,
+    "uint16": 1,
+    "bool": 6,
+    "complex64": 5,
 }
 
 

@@ -18,6 +18,7 @@ import numba_kv as kv
 from numba_kv.batch.capture import CapturedStep
 from numba_kv.dtypes import dtype
 from numba_kv.geometry import FULL
+from tests.helpers.captured import PROMPTS, model, prefilled
 from tests.helpers.naive_batch import NaiveBatch, NaiveSequence
 
 SIMULATED = kv.target() == "sim"
@@ -148,7 +149,7 @@ class BatchMachine(RuleBasedStateMachine):
         return True
 
     @precondition(lambda self: self.live)
-    @rule(tokens=st.integers(1, 5), rounds=st.integers(1, 8), steps=st.sampled_from([1, 1, 3]), own=st.booleans())
+    @rule(tokens=st.integers(1, 5), rounds=st.integers(1, 20), steps=st.sampled_from([1, 1, 3]), own=st.booleans())
     def replay(self, tokens: int, rounds: int, steps: int, own: bool) -> None:
         """Steps without the host: a captured step that outlives every change of composition, or one enqueued by the caller."""
         tokens = min(tokens, self.config.max_step_tokens)
@@ -274,3 +275,21 @@ def test_numpy_integers_are_integers() -> None:
         batch.rewind({sequence: np.uint8(2)})
         assert sequence.length == 4
         batch.audit()
+
+
+@pytest.mark.xfail(raises=kv.InvariantError, reason="reserve() plans a staging block for one step's pages only")
+@pytest.mark.parametrize("steps", [1, 500])
+def test_500_steps_without_the_host(steps: int) -> None:
+    """Windows rotate over a hundred times; the row in the middle is retired and writes nothing. vllm#56734."""
+    with kv.SharedResources.create_for_llm(model()) as resources:
+        batch, naive, sequences = prefilled(resources, PROMPTS)
+        batch.retire(sequences[1])
+        naive.retired(sequences[1])
+        graph = batch.capture(steps=steps)
+        graph.reserve(500)
+        for _ in range(500 // steps):
+            graph.launch()
+        graph.advanced()
+        assert [s.length for s in batch.sequences] == [505, 501, 517]
+        naive.replayed(1, 500)
+        naive.check_tables()

@@ -259,3 +259,35 @@ def test_a_strided_view_of_the_pool_is_written_and_read_by_its_strides() -> None
         assert not found.any()
         assert not caches.kv(0).to_host().any()
         assert not caches.k(1).to_host().any()
+
+
+def test_a_retired_row_writes_nothing_in_a_step_that_still_has_room_for_it() -> None:
+    """A step that was laid out before: no page, no slot, no length, in models with and without full attention. vllm#56734."""
+    for windows in ((None, 6), (6,)):
+        with opened(tiny_config(*windows, max_batch_size=3)) as batch:
+            sequences = batch.update(admit=[3, 3, 3])
+            batch.step(dict.fromkeys(sequences, 3))
+            view = batch.step(1)
+            batch.retire(sequences[1])
+            batch.enqueue_step(batch.resources.stream)
+            for slots, table in zip(view.slot_mapping, view.page_tables, strict=True):
+                assert slots.to_host()[1] == -1
+                assert (table.to_host()[1] == -1).all()
+            assert view.seq_lens.to_host().tolist() == [5, 0, 5]
+
+
+@pytest.mark.xfail(reason="slots behind the last token keep what an earlier, wider step wrote there")
+def test_padding_tokens_of_a_step_write_nothing() -> None:
+    """A graph of a fixed number of tokens runs over the slots behind the last token too: they drop it. vllm#56734."""
+    with opened(tiny_config(None, 6, max_batch_size=3)) as batch:
+        sequences = batch.update(admit=[9, 9, 9])
+        batch.step(dict.fromkeys(sequences, 9))
+        batch.step(1)
+        batch.retire(sequences[2])
+        graph = batch.capture()
+        graph.reserve(1)
+        graph.launch()
+        graph.advanced()
+        for slots in batch._buffers.slot_mapping:
+            assert (slots.to_host()[:2] >= 0).all()
+            assert slots.to_host()[2] == -1
