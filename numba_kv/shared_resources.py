@@ -55,6 +55,7 @@ class SharedResources:
         self.kv_page_tables: list[KVPageTable] = []
         self._swa_tables: list[dict[Window, KVPageTable]] = []
         self._owned = ExitStack()
+        self._named: dict[str, Memory] = {}
         self._user: object | None = None
         self._closed = False
         with device.active(), ExitStack() as undo:  # a constructor that raises leaves nothing allocated
@@ -142,6 +143,12 @@ class SharedResources:
         memory = self.device.allocate(nbytes)
         self._owned.callback(lambda: memory.close(self.device.stream))
         return memory
+
+    def take_once(self, name: str, nbytes: int) -> Memory:
+        """Return the memory called `name`; the first call allocates it. So what comes and goes does not add up."""
+        if name not in self._named:
+            self._named[name] = self.take(name, nbytes)
+        return self._named[name]
 
     def _tensor(self, name: str) -> Tensor:
         region = self.plan.region(name)

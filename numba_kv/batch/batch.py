@@ -69,7 +69,7 @@ class Batch(HostlessSteps):
                 self._buffers = resources.cache_managers[0].step_buffers
                 self._buffers.reset()
                 self.stepper = Stepper(self._buffers, self.guard)
-                self.derived = DerivedForms(self._buffers, self.guard, resources.take)
+                self.derived = DerivedForms(self._buffers, self.guard, resources.take_once)
             except BaseException:
                 self.guard.is_closed = True
                 resources.detach(self)

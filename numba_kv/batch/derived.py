@@ -63,8 +63,8 @@ class CompactWindow:
 class DerivedForms:
     """Makes derived forms of the tables as they are now. Owned by a Batch (`Batch.derived`).
 
-    Each form has buffers of its own, allocated on the first request; later requests refresh them in place, so a captured
-    request stays valid.
+    Each form has buffers of its own, allocated on the first request and kept by the resources; later requests refresh
+    them in place, so a captured request stays valid.
     """
 
     def __init__(self, buffers: StepBuffers, guard: CallGuard, take: Callable[[str, int], Memory]) -> None:
@@ -130,17 +130,21 @@ class DerivedForms:
                 launch(items, target)
             return made
 
-    def _tensor(self, *shape: int) -> Tensor:
+    def _tensor(self, name: str, *shape: int) -> Tensor:
         size = 4
         for extent in shape:
             size *= extent
-        return Tensor(self._take("derived", round_up(size, 256)), self._buffers.device, dtype("int32"), shape)
+        return Tensor(self._take(f"derived.{name}", round_up(size, 256)), self._buffers.device, dtype("int32"), shape)
 
     def _make_csr(self, group: int) -> tuple[KvIndices, list[tuple[Launch, int]]]:
         buffers, device = self._buffers, self._buffers.device
         rows, plan = buffers.plan.config.max_batch_size, buffers.plan.groups[group]
         pages = max(1, rows * (plan.ring or plan.row_pages))
-        form = KvIndices(self._tensor(rows + 1), self._tensor(pages), self._tensor(rows))
+        form = KvIndices(
+            self._tensor(f"kv_indptr.{group}", rows + 1),
+            self._tensor(f"kv_indices.{group}", pages),
+            self._tensor(f"last_page_len.{group}", rows),
+        )
         shared: dict[str, Tensor | int] = {
             "mapped_begin": buffers.mapped_begin,
             "groups": buffers.groups,
@@ -156,7 +160,9 @@ class DerivedForms:
         buffers = self._buffers
         rows, plan = buffers.plan.config.max_batch_size, buffers.plan.groups[group]
         width = round_up(plan.ring, max(1, 128 // plan.page_tokens))
-        form = CompactWindow(self._tensor(rows, width), self._tensor(rows))
+        form = CompactWindow(
+            self._tensor(f"window_tables.{group}", rows, width), self._tensor(f"window_seq_lens.{group}", rows)
+        )
         launch = compact_table.bind(
             buffers.device,
             {
@@ -174,7 +180,7 @@ class DerivedForms:
     def _make_split(self, group: int) -> tuple[Tensor, list[tuple[Launch, int]]]:
         buffers = self._buffers
         rows, plan = buffers.plan.config.max_batch_size, buffers.plan.groups[group]
-        form = self._tensor(rows, 2, plan.table_width)
+        form = self._tensor(f"kv_block_tables.{group}", rows, 2, plan.table_width)
         launch = split_table.bind(
             buffers.device,
             {

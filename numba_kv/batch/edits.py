@@ -24,6 +24,7 @@ class EditBlock:
         self._tail_column = layout.IDS_AT  # the word of a record that says where, from the first of them
         self._layout: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None
         self._take_back: NDArray[np.int64] | None = None
+        self.old_tokens = 0
 
     def __bool__(self) -> bool:
         return self.num_records > 0 or self._layout is not None or self._take_back is not None
@@ -84,9 +85,10 @@ class EditBlock:
         records[:, layout.HIGH_TOKENS] = hi
         self._records, self._tail, self._tail_column = records, rings.ravel(), layout.RINGS_AT
 
-    def set_layout(self, counts: NDArray[np.int64], cu_seqlens: NDArray[np.int64]) -> None:
-        """Set the counts of the next step and where each row's tokens start."""
+    def set_layout(self, counts: NDArray[np.int64], cu_seqlens: NDArray[np.int64], old_tokens: int = 0) -> None:
+        """Set the counts of the next step and where each row's tokens start; the layout before had `old_tokens` tokens."""
         self._layout = (counts, cu_seqlens)
+        self.old_tokens = old_tokens
 
     def set_take_back(self, tokens: NDArray[np.int64]) -> None:
         """Set how many tokens each row gives back."""

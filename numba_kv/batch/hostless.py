@@ -97,7 +97,7 @@ class HostlessSteps:
         CapacityError
             If a row or the pool does not hold that many; nothing was changed.
 
-        Stream: enqueues at most one copy and one kernel.
+        Stream: enqueues one copy and one kernel for each `max_batch_tokens` tokens.
         """
         with self.guard:
             number = self._captured_tokens(tokens)

@@ -114,8 +114,10 @@ class StepLaunches:
                 "cu_seqlens_q": buffers.cu_seqlens_q,
                 "take_back": buffers.take_back,
                 "num_records": 0,
+                "slot_mapping": arena["slot_mapping"],
                 "layout_at": -1,
                 "take_back_at": -1,
+                "old_tokens": 0,
             },
         )
         self._permute = permute_rows.bind(self._device, {**state, **tables, "edits": buffers.edits})
@@ -192,7 +194,14 @@ class StepLaunches:
         stream = self._device.stream
         self._staging.send([(0, num_words, self._buffers.edits, 0)], stream)
         records = block.num_records
-        self._apply(records + block.has_layout, stream, num_records=records, layout_at=layout_at, take_back_at=take_back_at)
+        self._apply(
+            records + block.has_layout,
+            stream,
+            num_records=records,
+            layout_at=layout_at,
+            take_back_at=take_back_at,
+            old_tokens=block.old_tokens,
+        )
 
     def permute(self, cycles: list[list[int]]) -> None:
         """Move rows along cycles: one copy, one kernel."""

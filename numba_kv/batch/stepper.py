@@ -55,6 +55,7 @@ class Stepper:
         self._guard = guard
         self._even = EvenSteps(rows)
         self._layout = np.zeros(rows, np.int64)  # counts that the device's layout says now
+        self._layout_tokens = 0  # tokens of that layout
         self._last = np.zeros(rows, np.int64)  # most tokens that each row's last step appended
 
     # -- composition ---------------------------------------------------------------------------------------------
@@ -140,8 +141,13 @@ class Stepper:
     def reserve(self, counts: NDArray[np.int64], steps: int) -> None:
         """Map the pages of `steps` steps of `counts` tokens, and tell the device that layout."""
         self.change()
-        self._check_total(int(counts.sum()))
-        self.stats.page_blocks += self._prepare(counts, steps)
+        total = int(counts.sum())
+        self._check_total(total)
+        self._check_capacity(counts * steps)
+        plan_leases(self.ledger, counts * steps)  # a refusal comes before the first block is sent
+        stride = max(1, self.plan.config.max_batch_tokens // total)  # steps whose pages one block holds
+        for part in (*range(stride, steps, stride), steps):
+            self.stats.page_blocks += self._prepare(counts, part)
         self.reserved = steps
 
     def advanced(self, tokens: int, steps: int, driven: DeviceCounts | None) -> None:
@@ -221,7 +227,8 @@ class Stepper:
         block = EditBlock()
         ids = self._lease(leases, block) if leases is not None else None
         if not np.array_equal(counts, self._layout):
-            block.set_layout(counts, np.concatenate([[0], np.cumsum(counts)]))
+            block.set_layout(counts, np.concatenate([[0], np.cumsum(counts)]), self._layout_tokens)
+            self._layout_tokens = int(counts.sum())
         if block:
             self._send(block)
         if leases is not None and ids is not None:

@@ -169,4 +169,7 @@ class CudaDevice(Device):
                 return
             consumer = NativeStream.from_handle(handle)
         with self.active():
-            consumer.wait(self.stream.record().native)
+            status, capture = self._driver.cuStreamIsCapturing(self._driver.CUstream(int(consumer.handle)))
+            idle = self._driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE
+            if not status and capture == idle:  # a capture may not wait for work outside it
+                consumer.wait(self.stream.record().native)

@@ -133,5 +133,6 @@ def pinned_memory(nbytes: int, stream: Any, stats: MemoryStats) -> Memory:
 
     buffer = LegacyPinnedMemoryResource().allocate(nbytes, stream=stream.native)
     address = int(buffer.handle)
-    array = np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address))
-    return Memory(address, nbytes, array, buffer, stats)
+    raw = (ctypes.c_uint8 * nbytes).from_address(address)
+    raw._owner = buffer  # type: ignore[attr-defined]  # the pages go back with the last array that shows them
+    return Memory(address, nbytes, np.ctypeslib.as_array(raw), None, stats)

@@ -25,6 +25,7 @@ from numba_kv.kernels.layout import (
     RINGS_AT,
     ROW,
     SHIFT,
+    SLOT_AT,
     TABLE_AT,
     WIDTH,
 )
@@ -50,9 +51,11 @@ __all__ = ["apply_edits", "permute_rows"]
     counts=array("int32"),
     cu_seqlens_q=array("int32"),
     take_back=array("int32"),
+    slot_mapping=array("int64"),
     num_records=scalar(),
     layout_at=scalar(),
     take_back_at=scalar(),
+    old_tokens=scalar(),
 )
 def apply_edits(
     item,
@@ -73,9 +76,11 @@ def apply_edits(
     counts,
     cu_seqlens_q,
     take_back,
+    slot_mapping,
     num_records,
     layout_at,
     take_back_at,
+    old_tokens,
 ):
     """Write the rows that the records name; the last item copies the layout of the next step.
 
@@ -93,6 +98,11 @@ def apply_edits(
             while i < rows + 1:
                 cu_seqlens_q[i] = edits[layout_at + rows + i]
                 i += lanes
+            for g in range(groups.shape[0]):  # places that the layout before had beyond this one's drop what is there
+                i = np.int64(edits[layout_at + 2 * rows]) + lane
+                while i < old_tokens:
+                    slot_mapping[groups[g, SLOT_AT] + i] = -1
+                    i += lanes
         if take_back_at >= 0:
             i = lane
             while i < rows:

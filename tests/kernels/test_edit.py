@@ -51,7 +51,8 @@ def send(device: Device, arrays: StepArrays, block: EditBlock) -> StepArrays:
     num_words, layout_at, take_back_at = block.write(arrays.edits)
     assert (arrays.edits[num_words:] == 99).all()
     items, records = block.num_records + block.has_layout, block.num_records
-    return arrays.launch(apply_edits, device, items, num_records=records, layout_at=layout_at, take_back_at=take_back_at)
+    scalars = {"num_records": records, "layout_at": layout_at, "take_back_at": take_back_at}
+    return arrays.launch(apply_edits, device, items, **scalars, old_tokens=block.old_tokens)
 
 
 def unchanged_but_edits(found: StepArrays, expected: StepArrays) -> None:
@@ -284,3 +285,15 @@ def test_words_of_a_record_are_those_of_the_kernel() -> None:
     assert words[second[layout.IDS_AT]] == 7
     assert (first[layout.CLEAR_FROM], first[layout.CLEAR_TO]) == (4, 4)
     assert (second[layout.CLEAR_FROM], second[layout.CLEAR_TO]) == (1, 4)
+
+
+def test_places_behind_a_smaller_layout_drop_what_is_there(device: Device) -> None:
+    """A captured consumer runs over as many tokens as the widest step had. vllm#56734."""
+    arrays = rows_in_use()
+    for g in range(3):
+        arrays.slots(g)[:] = np.arange(32)
+    block = EditBlock()
+    block.set_layout(np.array([2, 0, 3]), np.array([0, 2, 2, 5]), 9)
+    after = send(device, arrays, block)
+    for g in range(3):
+        assert after.slots(g).tolist() == [0, 1, 2, 3, 4, -1, -1, -1, -1, *range(9, 32)]
