@@ -65,7 +65,26 @@ class TraceError(InputError):
 
 
 class WeightError(InputError):
-    """A file of weights cannot be read, or does not hold what is wanted; nothing was loaded."""
+    """A file of weights cannot be read, or does not hold what is wanted; nothing was changed.
+
+    Attributes
+    ----------
+    missing, extra, mismatched : tuple of str
+        Names of weights, where weights were compared with what is declared; else empty.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        missing: tuple[str, ...] = (),
+        extra: tuple[str, ...] = (),
+        mismatched: tuple[str, ...] = (),
+    ) -> None:
+        super().__init__(message)
+        self.missing = missing
+        self.extra = extra
+        self.mismatched = mismatched
 
 
 class PlanError(NumbaKVError):

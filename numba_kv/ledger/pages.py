@@ -98,21 +98,19 @@ class PageIdPool:
         self._peak = max(self._peak, self.owned_pages)
         return ids
 
-    def release(self, ids: NDArray[np.int32]) -> None:
-        """Give pages back. `ids` is copied.
+    def release(self, *blocks: NDArray[np.int32]) -> None:
+        """Give blocks of pages back. They are copied; which pages they are is looked at by `check`, not here.
 
         Raises
         ------
         InvariantError
-            If more are given back than are owned, or one is not a page of the pool; nothing is changed then.
+            If more pages are given back than are owned; nothing is changed then.
         """
-        if not len(ids):
-            return
-        if len(ids) > self.owned_pages or int(ids.min()) < 0 or int(ids.max()) >= self.usable_pages:
-            last = self.usable_pages - 1
-            raise InvariantError(f"pages: {ids.tolist()} are given back, {self.owned_pages} of 0..{last} are owned")
-        self._blocks.append(ids.copy())
-        self.free_pages += len(ids)
+        count = sum(map(len, blocks))
+        if count > self.owned_pages:
+            raise InvariantError(f"pages: {count} are given back, {self.owned_pages} are owned")
+        self._blocks += [block.copy() for block in blocks if len(block)]
+        self.free_pages += count
 
     def figures(self) -> PoolFigures:
         """Return the counts."""
@@ -126,12 +124,14 @@ class PageIdPool:
         InvariantError
             Naming the first page that is lost or held twice.
         """
-        if len(owned) and int(owned.min()) < 0:
-            raise InvariantError(f"page {int(owned.min())} is held by a row, but ids are not negative")
         free = np.concatenate([np.zeros(0, np.int32), *self._blocks])
+        for name, ids in (("held by a row", owned), ("in the free list", free)):
+            if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < self.usable_pages:
+                page = int(ids.min()) if int(ids.min()) < 0 else int(ids.max())
+                raise InvariantError(f"page {page} is {name}, but pages are 0..{self.usable_pages - 1}")
         seen = np.bincount(np.concatenate([owned, free]), minlength=self.usable_pages)
-        if len(seen) > self.usable_pages or np.any(seen != 1):
-            page = int(np.flatnonzero(seen != 1)[0]) if len(seen) <= self.usable_pages else int(owned.max())
+        if np.any(seen != 1):
+            page = int(np.flatnonzero(seen != 1)[0])
             raise InvariantError(f"page {page} is accounted for {int(seen[page])} times, 1 expected")
         if len(free) != self.free_pages:
             raise InvariantError(f"{len(free)} pages are in the free list, {self.free_pages} are counted")

@@ -51,13 +51,8 @@ class RowLedger:
         full = plan.groups[0]
         self.plan = plan
         self.live = np.zeros(rows, bool)
-        self.generation = np.zeros(rows, np.int64)
-        self.prompt = np.zeros(rows, np.int64)
-        self.lo = np.zeros(rows, np.int64)
-        self.hi = np.zeros(rows, np.int64)
-        self.high_water = np.zeros(rows, np.int64)
-        self.floor = np.zeros(rows, np.int64)
-        self.leased = np.zeros(rows, np.int64)
+        self._numbers = np.zeros((7, rows), np.int64)  # one array, so that a row is emptied or moved at once
+        self.generation, self.prompt, self.lo, self.hi, self.high_water, self.floor, self.leased = self._numbers
         self.pages = np.zeros((rows, 0 if full.is_empty else full.row_pages), np.int32)
         self.rings = [np.arange(rows * g.ring, dtype=np.int32).reshape(rows, g.ring) for g in plan.groups]
         self.mapped_begin = np.zeros((len(plan.groups), rows), np.int64)
@@ -93,11 +88,11 @@ class RowLedger:
 
     def retire(self, rows: NDArray[np.int64]) -> None:
         """Empty rows and give their pages back."""
-        for row, count in zip(rows.tolist(), self.leased[rows].tolist(), strict=True):
-            self.pool.release(self.pages[row, :count])
+        self.pool.release(
+            *[self.pages[row, :held] for row, held in zip(rows.tolist(), self.leased[rows].tolist(), strict=True)]
+        )
         self.live[rows] = False
-        for values in (self.prompt, self.lo, self.hi, self.high_water, self.floor, self.leased):
-            values[rows] = 0
+        self._numbers[1:, rows] = 0
         self.mapped_begin[:, rows] = 0
         self.free_rows += len(rows)
 
@@ -124,17 +119,10 @@ class RowLedger:
         shrinking = rows[targets[rows] < self.leased[rows]]
         return np.concatenate([np.zeros(0, np.int32), *(self.pages[r, targets[r] : self.leased[r]] for r in shrinking)])
 
-    def note_step(self, counts: NDArray[np.int64]) -> None:
-        """Move lengths, high-water marks and mapped pages of the rows with a count."""
-        self._note_mapped(self.lo, counts)
-        self.lo += counts
-        self.hi += counts
-        np.maximum(self.high_water, self.hi, out=self.high_water)
-
     def note_uncertain_step(self, most: NDArray[np.int64], least: NDArray[np.int64], back: NDArray[np.int64]) -> None:
         """Widen the bounds of lengths: the device takes back up to `back` and appends `least` to `most` tokens a row."""
         self.is_exact = False
-        self.lo = np.maximum(self.lo - back, 0) + least
+        self.lo[:] = np.maximum(self.lo - back, 0) + least
         self.hi += most
         np.maximum(self.high_water, self.hi, out=self.high_water)
 
@@ -201,8 +189,8 @@ class RowLedger:
 
     def permute(self, sources: NDArray[np.int64]) -> None:
         """Move rows: row i becomes what row `sources[i]` was."""
-        for values in (self.live, self.generation, self.prompt, self.lo, self.hi, self.high_water, self.floor, self.leased):
-            values[:] = values[sources]
+        self.live[:] = self.live[sources]
+        self._numbers[:] = self._numbers[:, sources]
         self.pages = self.pages[sources]
         self.rings = [ring[sources] for ring in self.rings]
         self.mapped_begin = self.mapped_begin[:, sources]

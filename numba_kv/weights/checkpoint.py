@@ -104,7 +104,7 @@ class Checkpoint:
             raise StateError("the checkpoint is closed")
         found = self._owners.get(name)
         if found is None:
-            raise WeightError(f"there is no tensor {name!r} in {', '.join(file.path for file in self.files) or 'the checkpoint'}")
+            raise WeightError(f"there is no tensor {name!r} in {', '.join(file.path for file in self.files)}")
         return found
 
     def array(self, name: str) -> NDArray[Any]:

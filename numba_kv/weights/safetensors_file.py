@@ -193,7 +193,7 @@ class SafetensorsFile:
             After `close`.
         """
         descriptor = self._check_open()
-        view = memoryview(out).cast("B")
+        view = out.data.cast("B")
         done = 0
         try:
             while done < len(view):

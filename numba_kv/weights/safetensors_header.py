@@ -117,7 +117,9 @@ def parse_length(prefix: bytes, file_nbytes: int, path: str) -> int:
         If the file is too short, or the length is impossible.
     """
     if len(prefix) < LENGTH_NBYTES:
-        raise WeightError(f"{path}: {file_nbytes} bytes are no safetensors file; the header's length alone takes {LENGTH_NBYTES}")
+        raise WeightError(
+            f"{path}: {file_nbytes} bytes; the header's length alone takes {LENGTH_NBYTES}: not a safetensors file"
+        )
     length = int.from_bytes(prefix, "little")
     if length > MAX_HEADER_NBYTES:
         raise WeightError(f"{path}: the header would be {length} bytes, at most {MAX_HEADER_NBYTES}; not a safetensors file?")
@@ -227,7 +229,9 @@ def _dtype(value: Any, where: str) -> DType:
     if not isinstance(value, str):
         raise WeightError(f"{where}: dtype is {_short(value)}, a string is wanted")
     if value in _UNSUPPORTED:
-        raise WeightError(f"{where}: dtype {value} is not supported ({_UNSUPPORTED[value]}); supported are {', '.join(_DTYPES)}")
+        raise WeightError(
+            f"{where}: dtype {value} is unsupported here ({_UNSUPPORTED[value]}); supported are {', '.join(_DTYPES)}"
+        )
     if value not in _DTYPES:
         raise WeightError(f"{where}: dtype {_short(value)} is unknown; known are {', '.join(_DTYPES)}")
     return dtype(_DTYPES[value])

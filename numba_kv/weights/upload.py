@@ -22,7 +22,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from numba_kv.errors import InputError, InvariantError, StateError
-from numba_kv.geometry import ceil_div
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -120,7 +119,7 @@ class Uploader:
         self._max_blocks = staging_nbytes // block
         self._num_readers = num_readers or min(_MAX_READERS, os.cpu_count() or 1, self._max_blocks)
         self._direct = device.target != "cuda" if direct is None else direct
-        self._blocks: deque[_Block] = deque()  # the one used longest ago is first
+        self._blocks: list[_Block] = []
         self._closed = False
 
     @property
@@ -168,6 +167,7 @@ class Uploader:
             finally:  # whatever happened: no thread and no copy is left behind
                 readers.shutdown(wait=True, cancel_futures=True)
                 self._drain()
+        report(total, total)
 
     def _fill_directly(
         self, readers: ThreadPoolExecutor, windows: list[tuple[int, int]], fill: _Filler, destination: Memory, report: Progress
@@ -176,52 +176,48 @@ class Uploader:
             raise InvariantError("the destination is not host memory")
         self._device.stream.synchronize()  # nothing earlier may still write here
         pending = [readers.submit(fill, destination.array[begin:end], begin) for begin, end in windows]
-        for (_, end), future in zip(windows, pending, strict=True):
+        for (_, end), future in zip(windows[:-1], pending, strict=False):
             future.result()
             report(end, windows[-1][1])
+        pending[-1].result()
         self._device.bytes_to_device += windows[-1][1]
 
     def _stage(
         self, readers: ThreadPoolExecutor, windows: list[tuple[int, int]], fill: _Filler, destination: Memory, report: Progress
     ) -> None:
-        total = windows[-1][1]
-        limit = min(self._max_blocks, len(windows))
+        stream, total = self._device.stream, windows[-1][1]
+        ahead = min(self._max_blocks, self._num_readers + 2)  # what is left of the blocks is for copies in flight
+        idle = deque(self._blocks)  # the one used longest ago is first
         reading: deque[tuple[int, int, _Block, Future[None]]] = deque()
 
         def send() -> None:
             begin, end, block, future = reading.popleft()
             future.result()
-            stream = self._device.stream
             self._device.copy_to_device(destination.address + begin, block.memory.address, end - begin, stream)
             block.event = stream.record()
-            self._blocks.append(block)
-            report(end, total)
+            idle.append(block)
+            if end < total:
+                report(end, total)
 
         for begin, end in windows:
-            while reading and (reading[0][3].done() or len(reading) == limit):
+            while reading and (reading[0][3].done() or len(reading) == ahead):
                 send()
-            block = self._take_block(limit - len(reading))
-            try:
-                reading.append((begin, end, block, readers.submit(fill, block.bytes[: end - begin], begin)))
-            except BaseException:
-                self._blocks.append(block)
-                raise
-        try:
-            while reading:
-                send()
-        finally:
-            self._blocks.extend(block for _, _, block, _ in reading)
+            block = self._take_block(idle)
+            reading.append((begin, end, block, readers.submit(fill, block.bytes[: end - begin], begin)))
+        while reading:
+            send()
 
-    def _take_block(self, allowed: int) -> _Block:
-        """Return a block whose last copy has run: an idle one, a new one, or the oldest once it is idle."""
-        first = self._blocks[0] if self._blocks else None
-        if first is None or (first.event is not None and not first.event.is_done and len(self._blocks) < allowed):
-            return _Block(self._device.allocate_staging(self._block_nbytes))
-        self._blocks.popleft()
-        if first.event is not None:
-            first.event.synchronize()
-            first.event = None
-        return first
+    def _take_block(self, idle: deque[_Block]) -> _Block:
+        """Return a block whose last copy has run: an idle one, a new one, or the oldest once its copy has run."""
+        busy = not idle or (idle[0].event is not None and not idle[0].event.is_done)
+        if busy and len(self._blocks) < self._max_blocks:
+            self._blocks.append(_Block(self._device.allocate_staging(self._block_nbytes)))
+            return self._blocks[-1]
+        block = idle.popleft()
+        if block.event is not None:
+            block.event.synchronize()
+            block.event = None
+        return block
 
     def _drain(self) -> None:
         for block in self._blocks:
@@ -234,7 +230,7 @@ class Uploader:
         self._closed = True
         with self._device.active():
             while self._blocks:
-                self._blocks.popleft().memory.close(self._device.stream)
+                self._blocks.pop().memory.close(self._device.stream)
 
     def __enter__(self) -> Uploader:
         return self
@@ -269,7 +265,9 @@ def _check(segments: Sequence[Segment], destination: Memory) -> None:
     end = 0
     for segment in segments:
         if segment.begin < end or segment.begin % _GRAIN or segment.nbytes < 0:
-            raise InputError(f"segments: {segment.nbytes} bytes at {segment.begin} overlap, or do not start at a multiple of {_GRAIN}")
+            raise InputError(
+                f"segments: {segment.nbytes} bytes at {segment.begin} overlap, or do not start at a multiple of {_GRAIN}"
+            )
         end = segment.end
     if end > destination.nbytes:
         raise InputError(f"segments: they end at byte {end}, the destination has {destination.nbytes}")

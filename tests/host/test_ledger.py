@@ -60,25 +60,24 @@ def test_a_negative_count_is_refused() -> None:
     assert pool.figures().free == 4
 
 
-@pytest.mark.parametrize("wrong", [(0, 1, 4), (-1,), (8,), (0, 2**31 - 1), (0, 1, 2, 3)])
-def test_what_cannot_be_owned_cannot_be_returned(wrong: tuple[int, ...]) -> None:
+def test_more_than_is_owned_cannot_be_returned() -> None:
     pool = PageIdPool(4, 2)
     owned = pool.acquire(3)
-    with pytest.raises(InvariantError, match="are given back"):
-        pool.release(ids(*wrong))
+    with pytest.raises(InvariantError, match="4 are given back, 3 are owned"):
+        pool.release(ids(0, 1), ids(2, 3))
     assert (pool.free_pages, pool.owned_pages) == (1, 3)
     pool.check(owned)
-    pool.release(owned)
-    with pytest.raises(InvariantError, match="are given back"):
+    pool.release(owned[:1], owned[1:])
+    with pytest.raises(InvariantError, match="1 are given back, 0 are owned"):
         pool.release(owned[:1])
 
 
-@pytest.mark.parametrize("wrong", [(3,), (0, 0)])
+@pytest.mark.parametrize("wrong", [(3,), (0, 0), (4,), (-1,), (2**31 - 1,)])
 def test_the_check_finds_pages_that_were_returned_wrongly(wrong: tuple[int, ...]) -> None:
     pool = PageIdPool(4, 2)
     owned = pool.acquire(3)
     pool.release(ids(*wrong))
-    with pytest.raises(InvariantError, match="accounted for"):
+    with pytest.raises(InvariantError, match="accounted for|in the free list"):
         pool.check(owned[len(wrong) :])
 
 
@@ -111,7 +110,7 @@ def test_a_pool_without_usable_pages() -> None:
         ((0, 1), "page 2 is accounted for 0 times"),
         ((0, 1, 1), "page 1 is accounted for 2 times"),
         ((0, 1, 2, 3), "page 3 is accounted for 2 times"),
-        ((0, 1, 9), "page 9 is accounted for 1 times"),
+        ((0, 1, 9), "page 9 is held by a row, but pages are 0..3"),
         ((0, 1, -1), "page -1 is held by a row"),
     ],
 )

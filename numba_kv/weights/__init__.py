@@ -1,0 +1,36 @@
+"""Weights room: rotary tables, LoRA adapters, external weights and the files that they come from."""
+
+from __future__ import annotations
+
+from numba_kv.weights.binding import Shard, WeightBinding, WeightInput
+from numba_kv.weights.checkpoint import Checkpoint
+from numba_kv.weights.external import ExternalWeightManager, TensorTable
+from numba_kv.weights.rope_cache import RopeCache, RopeStats
+from numba_kv.weights.rope_frequencies import keys_stay_valid
+from numba_kv.weights.rope_gather import RopeGather, RowSets
+from numba_kv.weights.rope_layout import RopeLayout, engine_layouts
+from numba_kv.weights.rope_table import RopeTable
+from numba_kv.weights.safetensors_file import SafetensorsFile
+from numba_kv.weights.safetensors_header import TensorEntry
+from numba_kv.weights.upload import Progress, Uploader
+
+__all__ = [
+    "RopeCache",
+    "RopeGather",
+    "RopeLayout",
+    "RopeStats",
+    "RopeTable",
+    "RowSets",
+    "engine_layouts",
+    "keys_stay_valid",
+    "Shard",
+    "WeightBinding",
+    "WeightInput",
+    "Checkpoint",
+    "ExternalWeightManager",
+    "TensorTable",
+    "SafetensorsFile",
+    "TensorEntry",
+    "Progress",
+    "Uploader",
+]
