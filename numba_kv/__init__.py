@@ -11,6 +11,7 @@ TYPE_CHECKING = False
 
 _MODULES = {
     "numba_kv.batch": ("AuditReport", "Batch", "Sequence", "StepView"),
+    "numba_kv.bindings": ("TensorMap", "bind"),
     "numba_kv.cache": ("HybridCacheManager", "KVCacheManager", "KVPageTable"),
     "numba_kv.config": ("AttentionLayer", "LLMEngineConfig", "RopeConfig", "load_engine_config"),
     "numba_kv.device": ("Stream", "Tensor", "target"),
@@ -62,6 +63,7 @@ def __dir__() -> list[str]:
 
 if TYPE_CHECKING:  # the same table for type checkers and editors; a test compares the two
     from numba_kv.batch import AuditReport as AuditReport, Batch as Batch, Sequence as Sequence, StepView as StepView
+    from numba_kv.bindings import TensorMap as TensorMap, bind as bind
     from numba_kv.cache import (
         HybridCacheManager as HybridCacheManager,
         KVCacheManager as KVCacheManager,

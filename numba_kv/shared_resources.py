@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from operator import index
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from numba_kv.cache import HybridCacheManager, KVPageTable
 from numba_kv.config import LLMEngineConfig
@@ -18,6 +18,17 @@ if TYPE_CHECKING:
     from types import TracebackType
 
 __all__ = ["SharedResources", "allocate_zero_buffer"]
+
+
+class TableUser(Protocol):
+    """Who can take the tables over: a Batch."""
+
+    @property
+    def guard(self) -> AbstractContextManager[None]:
+        """What keeps its calls apart."""
+
+    def close(self) -> None:
+        """Give the tables back."""
 
 
 class SharedResources:
@@ -56,7 +67,8 @@ class SharedResources:
         self._swa_tables: list[dict[Window, KVPageTable]] = []
         self._owned = ExitStack()
         self._named: dict[str, Memory] = {}
-        self._user: object | None = None
+        self._streams = [device.stream]
+        self._user: TableUser | None = None
         self._closed = False
         with device.active(), ExitStack() as undo:  # a constructor that raises leaves nothing allocated
             undo.callback(self._owned.close)
@@ -104,7 +116,7 @@ class SharedResources:
         return cls(config, plan, create_device(target, device, stream))
 
     def _build(self, plan: MemoryPlan) -> None:
-        self._owned.callback(lambda: self.device.stream.close())
+        self._owned.callback(self._close_streams)
         manager = HybridCacheManager(self.device, plan, self.take)
         self._owned.callback(manager.close)
         self.cache_managers.append(manager)
@@ -184,9 +196,13 @@ class SharedResources:
             If the model has several windows and `window` does not name one of them.
         """
         self._check_open()
+        if isinstance(index, bool) or not isinstance(index, int):
+            raise InputError(f"index: {index!r} is not a model number")
         if not 0 <= index < len(self._swa_tables):
             return None
         tables = self._swa_tables[index]
+        if isinstance(window, bool) or not isinstance(window, (int, Window, type(None))):
+            raise InputError(f"window: {window!r} is neither a Window nor a number of tokens")
         if window is None:
             if len(tables) > 1:
                 raise InputError(f"window: the model has {', '.join(map(str, tables))}; name one of them")
@@ -214,13 +230,25 @@ class SharedResources:
         self._check_open()
         if stream is None:
             raise InputError("stream: None given; name the stream to move to")
-        old, new = self.device.stream, self.device.as_stream(stream)
-        if new.handle != old.handle or self.device.target != "cuda":
+        with self._call(), self.device.active():
+            old, new = self.device.stream, self.device.as_stream(stream)
+            if new.handle == old.handle and self.device.target == "cuda":
+                return
             new.wait(old.record())
             self.device.stream = new
-            self._owned.callback(old.close)  # an own stream lives on: work may still be pending on it
+            if new not in self._streams:
+                self._streams.append(new)
 
-    def attach(self, user: object) -> None:
+    def _call(self) -> AbstractContextManager[None]:
+        """Return what keeps calls of several threads apart: the guard of whoever has the tables."""
+        return self._user.guard if self._user is not None else nullcontext()
+
+    def _close_streams(self) -> None:
+        """Close the streams that work was enqueued on; those that callers own stay open."""
+        for stream in self._streams:
+            stream.close()
+
+    def attach(self, user: TableUser) -> None:
         """Lend the tables to `user`, one at a time.
 
         Raises
@@ -238,7 +266,7 @@ class SharedResources:
             undo.pop_all()
         self._user = user
 
-    def detach(self, user: object) -> None:
+    def detach(self, user: TableUser) -> None:
         """Take the tables back from `user`: every entry is -1 and the host owns them again."""
         if self._user is user:
             self._user = None
@@ -257,10 +285,10 @@ class SharedResources:
         """Give everything back in reverse order, once. Stream: waits for the work enqueued so far."""
         if self._closed:
             return
+        if self._user is not None:
+            self._user.close()  # refuses while one of its calls runs in another thread: then nothing is given back
         self._closed = True
-        with self.device.active(), self._owned:  # unwinds whatever happens before
-            if self._user is not None:
-                self._user.close()  # type: ignore[attr-defined]
+        with self.device.active(), self._owned:
             self.device.stream.synchronize()
 
     def _check_open(self) -> None:

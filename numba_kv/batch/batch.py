@@ -185,6 +185,7 @@ class Batch(HostlessSteps):
         """
         given = None if order is None else listed("order", order)
         with self.guard:
+            self.stepper.begin()
             if given is None:
                 sources = fill_holes(self.stepper.ledger.live)
             else:
@@ -278,7 +279,7 @@ class Batch(HostlessSteps):
         with self.guard:
             if not isinstance(tokens, Mapping) or not tokens:
                 raise InputError("rewind: a mapping of at least one sequence to its tokens is wanted")
-            self.stepper.settle()
+            self.stepper.begin()
             ledger = self.stepper.ledger
             back = np.zeros(self._rows, np.int64)
             for sequence, count in tokens.items():
@@ -315,6 +316,7 @@ class Batch(HostlessSteps):
             self.guard.is_enqueueing = True
             self.resources.device.fill(self._buffers.status, 0, self.resources.stream)
             found = np.flatnonzero(words)
+            self.stepper.ledger.doubt(found)
             return {self._sequences[int(row)]: Status(int(words[row])) for row in found if int(row) in self._sequences}
 
     # -- questions -----------------------------------------------------------------------------------------------
@@ -349,7 +351,9 @@ class Batch(HostlessSteps):
     @property
     def stats(self) -> BatchStats:
         """Counters; a copy."""
-        self.stepper.settle()
+        if not self.guard.is_closed:
+            with self.guard:
+                self.stepper.settle()
         copy = BatchStats(**vars(self.stepper.stats))
         ledger = self.stepper.ledger
         copy.rotated_pages += int(ledger.mapped_begin[1:, ledger.live].sum())
@@ -379,9 +383,11 @@ class Batch(HostlessSteps):
             sequence.state = "retired"
         self._sequences.clear()
         with self.resources.device.active():
-            self.stepper.close()
-            self._buffers.reset()
-            self.resources.detach(self)
+            try:
+                self.stepper.close()
+                self._buffers.reset()
+            finally:
+                self.resources.detach(self)
 
     def __enter__(self) -> Batch:
         return self
@@ -394,8 +400,9 @@ class Batch(HostlessSteps):
 
     def length_of(self, row: int) -> int:
         """Return the exact length of a row (for Sequence); raise StateError if the host only knows bounds."""
-        self.stepper.settle()
-        return self._exact_length(row, "length")
+        with self.guard:
+            self.stepper.settle()
+            return self._exact_length(row, "length")
 
     # -- checks --------------------------------------------------------------------------------------------------
 

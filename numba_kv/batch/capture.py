@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from numba_kv.batch.arguments import at_least_one
+from numba_kv.batch.reservation import Launched
 from numba_kv.errors import StateError
 
 if TYPE_CHECKING:
@@ -25,14 +25,11 @@ class CapturedStep:
     ----------
     tokens, steps : int
         Tokens that each active row appends in a step, and steps of one launch.
-    launched : int
-        Steps launched that `advanced` has not noted yet.
     """
 
     def __init__(self, batch: HostlessSteps, tokens: int, steps: int, driven: DeviceCounts | None) -> None:
         self.tokens = tokens
         self.steps = steps
-        self.launched = 0
         self._batch = batch
         self._stepper = batch.stepper
         self._guard = batch.guard
@@ -44,9 +41,14 @@ class CapturedStep:
 
         self._graph = batch.resources.device.capture(work)
 
-    def reserve(self, steps: int) -> None:
+    @property
+    def launched(self) -> int:
+        """Steps of it that were launched and not noted."""
+        return self._stepper.reservation.launched_by(self)
+
+    def reserve(self, steps: int, *, partial: bool = False) -> int:
         """Make room for `steps` steps; see `Batch.reserve`."""
-        self._batch.reserve(steps, self.tokens)
+        return self._batch.reserve(steps, self.tokens, partial=partial)
 
     def launch(self, stream: object | None = None) -> None:
         """Replay the step.
@@ -69,24 +71,13 @@ class CapturedStep:
                 raise StateError(f"stream: {stream!r} is not the resources' stream; hand_over() moves them to it")
             if self._graph.is_closed:
                 raise StateError("launch: the captured step is closed; capture another")
-            stepper = self._stepper
-            if stepper.launched + self.steps > stepper.reserved:
-                reserved = stepper.reserved
-                raise StateError(f"launch: {reserved} steps were reserved and {stepper.launched} launched; reserve more")
-            self._guard.is_enqueueing = True
-            self._graph.launch(device.stream)
-            self.launched += self.steps
-            stepper.launched += self.steps
+            self._stepper.replay(self._graph, Launched(self.steps, self.tokens, self._driven, self))
 
     def advanced(self, steps: int | None = None) -> None:
-        """Note steps (default: all that are not noted yet); see `Batch.advanced`. Host only."""
-        with self._guard:
-            number = self.launched if steps is None else at_least_one("steps", steps)
-            if number > self.launched:
-                raise StateError(f"steps: {number} are noted, {self.launched} were launched")
-            if number:
-                self._stepper.advanced(self.tokens, number, self._driven)
-                self.launched -= number
+        """Note steps, in the order of their launches (default: all of this step that are not noted yet). Host only."""
+        number = self.launched if steps is None else steps
+        if number:
+            self._batch.advanced(number)
 
     def close(self) -> None:
         """Give the graph back."""

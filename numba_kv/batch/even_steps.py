@@ -20,7 +20,7 @@ class EvenSteps:
     def __init__(self, rows: int) -> None:
         self.counts = np.zeros(rows, np.int64)
         self.count = self.total = self.num_rows = self.upper = 0
-        self.is_long = False
+        self.is_long = self.is_exact = False
         self._headroom = 0
         self._repeats = 0
 
@@ -32,6 +32,7 @@ class EvenSteps:
         """Begin a run after its first step."""
         self.count, self.counts, self.total = count, counts, total
         self.num_rows, self.upper, self.is_long = view.num_rows, view.kv_len_upper, view.is_long
+        self.is_exact = view.kv_len_is_exact
         self._headroom, self._repeats = headroom, 0
 
     def again(self) -> None:

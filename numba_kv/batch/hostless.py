@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any
 
 from numba_kv.batch.arguments import at_least_one, integer
 from numba_kv.batch.capture import CapturedStep
-from numba_kv.errors import InputError
+from numba_kv.device.graph import is_capturing
+from numba_kv.errors import CapacityError, InputError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["HostlessSteps"]
 
 
-class HostlessSteps:
+class HostlessSteps(ABC):
     """Part of Batch: capture a step, or enqueue it into a capture of the caller's; make room before, note it after."""
 
     resources: SharedResources
@@ -35,7 +37,7 @@ class HostlessSteps:
         """Capture a step that appends `tokens` to every active sequence, to be replayed without the host.
 
         The captured step reads rows, lengths and pages from the device when it runs: it stays right when sequences join,
-        leave or move, for any batch of the same resources. Retired rows write nothing.
+        leave or move in this batch. Retired rows write nothing.
 
         Parameters
         ----------
@@ -56,7 +58,7 @@ class HostlessSteps:
         with self.guard:
             number = self._captured_tokens(tokens)
             driven = self._driven(counts, take_back, accepted)
-            return CapturedStep(self, number, at_least_one("steps", steps), driven)
+            return CapturedStep(self, number, self._step_count(steps), driven)
 
     def enqueue_step(
         self, stream: object, tokens: int = 1, *, counts: Any = None, take_back: Any = None, accepted: Any = None
@@ -64,7 +66,8 @@ class HostlessSteps:
         """Enqueue the kernels of a step into a capture of the caller's own, or on the resources' stream.
 
         Allocates, compiles, synchronises and sends nothing, and touches no other stream. The host notes nothing: call
-        `reserve` before and `advanced` after the steps have run.
+        `reserve` before and `advanced` after the steps have run. A graph of the caller's own must run on the resources'
+        stream, or in order with it, and keep batch and arrays alive.
 
         Parameters
         ----------
@@ -82,11 +85,29 @@ class HostlessSteps:
             number = self._captured_tokens(tokens)
             driven = self._driven(counts, take_back, accepted)
             target = self.resources.device.as_capturing_stream(stream)
-            self.guard.is_enqueueing = True
-            self.stepper.enqueue(number, driven, target)
+            if is_capturing(target):
+                self.guard.is_enqueueing = True
+                self.stepper.enqueue(number, driven, target)
+            else:
+                self.stepper.enqueue_counted(number, driven)
 
-    def reserve(self, steps: int, tokens: int = 1) -> None:
+    def reserve(self, steps: int, tokens: int = 1, *, partial: bool = False) -> int:
         """Map the pages that `steps` steps of `tokens` tokens need, before they run without the host.
+
+        A later call that changes rows or pages ends the reservation.
+
+        Parameters
+        ----------
+        steps, tokens : int
+            Steps, and tokens of every row in each.
+        partial : bool
+            Whether rows and pool may hold less: a row that cannot take a step then stops by itself, is left as it is and
+            has its status set (`Batch.refusals`), and the others go on.
+
+        Returns
+        -------
+        int
+            Steps that every row can take.
 
         Raises
         ------
@@ -101,22 +122,26 @@ class HostlessSteps:
         """
         with self.guard:
             number = self._captured_tokens(tokens)
-            self.stepper.reserve(self._even_counts(number), at_least_one("steps", steps))
+            return self.stepper.reserve(self._even_counts(number), self._step_count(steps), partial)
 
     def advanced(self, steps: int, tokens: int = 1, *, counts: Any = None, take_back: Any = None, accepted: Any = None) -> None:
-        """Note that `steps` steps of `tokens` tokens ran without the host, with the same arguments as they were enqueued.
+        """Note that `steps` steps ran without the host.
+
+        Launches of a `CapturedStep`, and steps enqueued on the resources' stream, are noted in their order and say themselves
+        what they were. Steps of a graph of the caller's own were of `tokens` tokens, with the same arrays as they were
+        enqueued.
 
         Raises
         ------
         StateError
-            If more steps are noted than `reserve` made room for.
+            If more steps are noted than were launched, or than `reserve` made room for.
 
         Stream: host only.
         """
         with self.guard:
             number = self._captured_tokens(tokens)
             driven = self._driven(counts, take_back, accepted)
-            self.stepper.advanced(number, at_least_one("steps", steps), driven)
+            self.stepper.advanced(number, self._step_count(steps), driven)
 
     def _captured_tokens(self, tokens: Any) -> int:
         number, limit = integer(tokens), self.plan.config.max_step_tokens
@@ -124,8 +149,18 @@ class HostlessSteps:
             raise InputError(f"tokens: {tokens!r} is not in 1..{limit} (max_step_tokens); longer steps cannot be captured")
         return number
 
-    def _driven(self, counts: Any, take_back: Any, accepted: Any) -> DeviceCounts | None:
-        raise InputError("HostlessSteps is a part of Batch")
+    def _step_count(self, steps: Any) -> int:
+        number, limit = at_least_one("steps", steps), self.plan.config.max_kv_cache_capacity
+        if number > limit:
+            raise CapacityError(
+                f"steps: {number} are more than the {limit} tokens of a row (max_kv_cache_capacity)", needed=number, free=limit
+            )
+        return number
 
+    @abstractmethod
+    def _driven(self, counts: Any, take_back: Any, accepted: Any) -> DeviceCounts | None:
+        """Return the counts of a step that lie on the device, checked."""
+
+    @abstractmethod
     def _even_counts(self, tokens: Any) -> NDArray[np.int64]:
-        raise InputError("HostlessSteps is a part of Batch")
+        """Return `tokens` for every active row, checked."""

@@ -176,7 +176,9 @@ class StepLaunches:
         """Return the launch that reads the caller's counts in place; the last few stay bound."""
         key = (*driven.key, short)
         launch = self._driven.get(key)
-        if launch is None:
+        if launch is not None:
+            self._driven.move_to_end(key)
+        else:
             changes: dict[str, Tensor | int] = {"back_mode": driven.back_mode, "write_slots": int(short)}
             if driven.counts is not None:
                 changes["counts"] = driven.counts

@@ -5,6 +5,7 @@ Every method plans first, enqueues, and notes the outcome last, so that an error
 
 from __future__ import annotations
 
+import bisect
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,8 +14,10 @@ from numba_kv.batch.edits import EditBlock
 from numba_kv.batch.even_steps import EvenSteps
 from numba_kv.batch.launches import StepLaunches
 from numba_kv.batch.permutation import cycles_of
+from numba_kv.batch.reservation import Launched, Reservation
 from numba_kv.batch.stats import BatchStats
 from numba_kv.batch.view import StepView
+from numba_kv.device.graph import is_capturing
 from numba_kv.errors import CapacityError, InputError, StateError
 from numba_kv.ledger.leases import LeasePlan, plan_leases
 from numba_kv.ledger.rows import RowLedger
@@ -26,6 +29,7 @@ if TYPE_CHECKING:
     from numba_kv.batch.launches import DeviceCounts
     from numba_kv.cache.step_buffers import StepBuffers
     from numba_kv.device import Stream
+    from numba_kv.device.graph import Graph
 
 __all__ = ["Stepper"]
 
@@ -49,8 +53,7 @@ class Stepper:
         self.ledger = RowLedger(self.plan)
         self.stats = BatchStats()
         self.launches = StepLaunches(buffers)
-        self.reserved = 0  # steps that may run without the host
-        self.launched = 0  # ... of which a captured step has launched, and nobody noted
+        self.reservation = Reservation()
         self._rows = rows
         self._guard = guard
         self._even = EvenSteps(rows)
@@ -62,7 +65,7 @@ class Stepper:
 
     def update(self, leaving: list[int], prompts: list[int]) -> list[int]:
         """Empty rows and start sequences in the lowest free ones; return the rows of the new sequences."""
-        self.change()
+        self.begin()
         ledger = self.ledger
         left = np.array(leaving, np.int64)
         joining = ledger.peek_rows(len(prompts), left)
@@ -85,8 +88,8 @@ class Stepper:
 
     def permute(self, sources: NDArray[np.int64]) -> None:
         """Make row i what row ``sources[i]`` was."""
-        self.change()
-        self._guard.is_enqueueing = True
+        self.begin()
+        self._start_change()
         before = self.device.bytes_to_device
         self.launches.permute(cycles_of(sources))
         self._count(before)
@@ -104,23 +107,23 @@ class Stepper:
         """Repeat an even step: nothing is sent, nothing is decided."""
         even, stats, device = self._even, self.stats, self.device
         before = device.bytes_to_device
-        self._guard.is_enqueueing = True
+        self._start_work()
         stats.launches += self.launches.step(even.total, even.count, even.is_long, device.stream)
         even.again()
         stats.steps += 1
         stats.decode_steps += 1
         stats.tokens += even.total
         stats.steady_bytes_to_device += device.bytes_to_device - before
-        return StepView(self.buffers, even.num_rows, even.total, even.count, even.upper, True, even.is_long)
+        return StepView(self.buffers, even.num_rows, even.total, even.count, even.upper, even.is_exact, even.is_long)
 
     def step(self, counts: NDArray[np.int64], *, even: bool = False, driven: DeviceCounts | None = None) -> StepView:
         """Append `counts` tokens to the rows; with `driven`, as many of them as the device says."""
-        self.change()
+        self.begin()
         total, longest = int(counts.sum()), int(counts.max(initial=0))
         is_long = longest > self.plan.config.max_step_tokens
         self._check_total(total)
-        leases = self._prepare(counts, 1)
-        self._guard.is_enqueueing = True
+        leases = self._prepare(counts, counts)
+        self._start_change()
         self.stats.launches += self.launches.step(total, longest, is_long, self.device.stream, driven)
         self._note(counts, driven, 1)
         self.stats.steps += 1
@@ -138,35 +141,61 @@ class Stepper:
         """Enqueue the kernels of a step of `tokens` tokens a row; rows, pages and layout are the device's at that time."""
         self.launches.step(self._rows * tokens, tokens, False, stream, driven)
 
-    def reserve(self, counts: NDArray[np.int64], steps: int) -> None:
-        """Map the pages of `steps` steps of `counts` tokens, and tell the device that layout."""
-        self.change()
+    def enqueue_counted(self, tokens: int, driven: DeviceCounts | None) -> None:
+        """Enqueue such a step on the resources' own stream, where it runs: it has to be reserved, and noted."""
+        self.reservation.check_launch(tokens, 1)
+        self._start_work()
+        self.enqueue(tokens, driven, self.device.stream)
+        self.reservation.launch(Launched(1, tokens, driven, None))
+
+    def replay(self, graph: Graph, launched: Launched) -> None:
+        """Launch a captured step."""
+        self.reservation.check_launch(launched.tokens, launched.steps)
+        self._start_work()
+        graph.launch(self.device.stream)
+        self.reservation.launch(launched)
+
+    def reserve(self, counts: NDArray[np.int64], steps: int, partial: bool) -> int:
+        """Map the pages of `steps` steps of `counts` tokens, and tell the device that layout.
+
+        With `partial`, rows and pool need not hold them all: each row gets what there is.
+
+        Returns
+        -------
+        int
+            Steps that every row can take.
+        """
+        self.begin()
         total = int(counts.sum())
         self._check_total(total)
-        self._check_capacity(counts * steps)
-        plan_leases(self.ledger, counts * steps)  # a refusal comes before the first block is sent
+        if not partial:
+            self._check_capacity(counts * steps)
+        wanted = self._wanted(counts, steps)
+        if partial:
+            fitting = bisect.bisect_left(range(steps), True, key=lambda n: self._is_short(self._wanted(counts, n + 1)))
+            wanted = self._wanted(counts, fitting)
+        else:
+            plan_leases(self.ledger, wanted)  # a refusal comes before the first block is sent
         stride = max(1, self.plan.config.max_batch_tokens // total)  # steps whose pages one block holds
         for part in (*range(stride, steps, stride), steps):
-            self.stats.page_blocks += self._prepare(counts, part)
-        self.reserved = steps
+            self.stats.page_blocks += self._prepare(counts, np.minimum(wanted, counts * part))
+        self._start_change()
+        self.reservation.open(int(counts.max()), steps)
+        return int(self.ledger.steps_left(counts)[counts > 0].min())
 
     def advanced(self, tokens: int, steps: int, driven: DeviceCounts | None) -> None:
         """Note `steps` steps that ran without the host."""
-        if steps > self.reserved:
-            raise StateError(f"steps: {steps} are noted, {self.reserved} were reserved")
-        if not np.array_equal(np.unique(self._layout), [0, tokens]) and not (self._layout == tokens).all():
-            raise StateError(f"tokens: {tokens} a row are noted, but another count was reserved")
-        counts, reserved, launched = self._layout, self.reserved, self.launched
-        self.launched = 0
-        self.change()
-        self.reserved, self.launched = reserved - steps, max(0, launched - steps)
-        self._note(counts, driven, steps)
-        self.stats.steps += steps
-        self.stats.tokens += steps * int(counts.sum())
+        taken = self.reservation.take(steps, tokens, driven)
+        self.settle()
+        counts = np.where(self._layout > 0, self._layout, 0)
+        for launched in taken:
+            self._note(counts, launched.driven, launched.steps)
+            self.stats.steps += launched.steps
+            self.stats.tokens += launched.steps * int(counts.sum())
 
     def rewind(self, back: NDArray[np.int64]) -> None:
         """Take `back` tokens of the rows back."""
-        self.change()
+        self.begin()
         block = EditBlock()
         block.set_take_back(back)
         self._send(block)
@@ -193,24 +222,22 @@ class Stepper:
         row = int(left.argmax())
         return (row, int(left[row])) if left[row] > 0 else (0, 0)
 
-    def change(self) -> None:
-        """Begin something that changes more than an even step does.
+    def begin(self) -> None:
+        """Begin a call that needs the host mirror right.
 
         Raises
         ------
         StateError
-            If captured steps were launched and not noted: the host would decide on old lengths.
+            If steps were launched and not noted.
         """
-        if self.launched:
-            raise StateError(f"{self.launched} captured steps were launched and not noted; call advanced() first")
+        self.reservation.check_settled()
         self.settle()
-        self._even.end()
-        self.reserved = 0
 
     def learn(self) -> None:
         """Read lengths from the device where the host only knows bounds. Waits."""
-        self.change()
+        self.begin()
         if not self.ledger.is_exact:
+            self._even.end()
             lengths, peaks = self.buffers.lengths[0].to_host(), self.buffers.high_water[0].to_host()
             self.ledger.learn(lengths, peaks, self.buffers.mapped_begin.to_host())
 
@@ -220,10 +247,41 @@ class Stepper:
 
     # -- parts ---------------------------------------------------------------------------------------------------
 
-    def _prepare(self, counts: NDArray[np.int64], steps: int) -> bool:
-        """Send the pages and the layout that `steps` steps need and the device lacks; return whether pages moved."""
-        self._check_capacity(counts * steps)
-        leases = plan_leases(self.ledger, counts * steps)
+    def _start_work(self) -> None:
+        """Begin to enqueue; from here on a failure poisons the batch.
+
+        Raises
+        ------
+        StateError
+            If the stream is being captured: what the host decides cannot be replayed.
+        """
+        if is_capturing(self.device.stream):
+            raise StateError("the resources' stream is being captured; only enqueue_step() and derived forms can be")
+        self._guard.is_enqueueing = True
+
+    def _start_change(self) -> None:
+        """Begin to enqueue something that ends a run of even steps and what was reserved."""
+        self._start_work()
+        self._even.end()
+        self.reservation.drop()
+
+    def _wanted(self, counts: NDArray[np.int64], steps: int) -> NDArray[np.int64]:
+        """Return the tokens of `steps` steps, at most what fits the rows."""
+        room = self.plan.config.max_kv_cache_capacity - self.ledger.hi
+        size = np.maximum(counts, 1)
+        return np.minimum(counts * steps, np.maximum(room, 0) // size * counts)
+
+    def _is_short(self, tokens: NDArray[np.int64]) -> bool:
+        try:
+            plan_leases(self.ledger, tokens)
+        except CapacityError:
+            return True
+        return False
+
+    def _prepare(self, counts: NDArray[np.int64], tokens: NDArray[np.int64]) -> bool:
+        """Send the layout `counts` and the pages for `tokens` more, as far as the device lacks them; return if pages moved."""
+        self._check_capacity(tokens)
+        leases = plan_leases(self.ledger, tokens)
         block = EditBlock()
         ids = self._lease(leases, block) if leases is not None else None
         if not np.array_equal(counts, self._layout):
@@ -246,7 +304,7 @@ class Stepper:
     def _note(self, counts: NDArray[np.int64], driven: DeviceCounts | None, steps: int) -> None:
         """Move the mirror by `steps` steps."""
         if driven is None:
-            self.ledger.note_even_steps(steps * counts, counts)
+            self.ledger.note_steps(counts, steps)
         else:
             least = counts if driven.counts is None else np.zeros_like(counts)
             back = np.zeros_like(counts) if driven.back is None else self._last
@@ -274,7 +332,7 @@ class Stepper:
             )
 
     def _send(self, block: EditBlock) -> None:
-        self._guard.is_enqueueing = True
+        self._start_change()
         before = self.device.bytes_to_device
         self.launches.apply(block)
         self._count(before)

@@ -63,13 +63,22 @@ class RowLedger:
         self.is_exact = True
 
     @property
-    def headroom(self) -> int:
-        """Tokens that every row with a sequence can still take without a new page."""
+    def room(self) -> NDArray[np.int64]:
+        """Tokens that each row can take without a new page, at its longest."""
         full = self.plan.groups[0]
         limit = np.full(len(self.hi), self.plan.config.max_kv_cache_capacity)
         if not full.is_empty:
             np.minimum(limit, self.leased * full.page_tokens, out=limit)
-        return int((limit - self.hi)[self.live].min())
+        return np.maximum(limit - self.hi, 0)
+
+    @property
+    def headroom(self) -> int:
+        """Tokens that every row with a sequence can still take without a new page."""
+        return int(self.room[self.live].min())
+
+    def steps_left(self, counts: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the steps of `counts` tokens that each row can take without a new page."""
+        return self.room // np.maximum(counts, 1)
 
     def peek_rows(self, count: int, retiring: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the lowest `count` rows that are free once `retiring` are, without taking them."""
@@ -119,12 +128,27 @@ class RowLedger:
         shrinking = rows[targets[rows] < self.leased[rows]]
         return np.concatenate([np.zeros(0, np.int32), *(self.pages[r, targets[r] : self.leased[r]] for r in shrinking)])
 
-    def note_uncertain_step(self, most: NDArray[np.int64], least: NDArray[np.int64], back: NDArray[np.int64]) -> None:
-        """Widen the bounds of lengths: the device takes back up to `back` and appends `least` to `most` tokens a row."""
-        self.is_exact = False
-        self.lo[:] = np.maximum(self.lo - back, 0) + least
-        self.hi += most
+    def note_steps(self, counts: NDArray[np.int64], steps: int) -> None:
+        """Note steps that ran without the host: a row that cannot take one stops there, and the device says so."""
+        possible = np.where(counts > 0, np.minimum(self.steps_left(counts), steps), 0)
+        if self.is_exact:
+            self.note_even_steps(possible * counts, np.where(possible > 0, counts, 0))
+            return
+        self.lo += np.where(possible == steps, steps, 0) * counts  # a shorter row may have gone on where a longer one stopped
+        self.hi += np.minimum(steps * counts, self.room)
         np.maximum(self.high_water, self.hi, out=self.high_water)
+
+    def note_uncertain_step(self, most: NDArray[np.int64], least: NDArray[np.int64], back: NDArray[np.int64]) -> None:
+        """Widen the bounds of lengths: the device takes back up to `back` and appends `least` to `most` tokens, or refuses."""
+        self.is_exact = False
+        self.lo[:] = np.minimum(self.lo, np.maximum(self.lo - back, 0) + least)
+        self.hi += np.minimum(most, self.room)
+        np.maximum(self.high_water, self.hi, out=self.high_water)
+
+    def doubt(self, rows: NDArray[np.int64]) -> None:
+        """Note that the device refused a step of some rows: any shorter length is possible until it is asked."""
+        self.is_exact = False
+        self.lo[rows] = 0
 
     def learn(self, lengths: NDArray[np.int64], high_water: NDArray[np.int64], mapped_begin: NDArray[np.int64]) -> None:
         """Take the device's numbers over.

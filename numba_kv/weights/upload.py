@@ -4,21 +4,23 @@ Knows blocks, reader threads and events. Does not know files or tensors: a `Segm
 
     memory    | segment 0 | gap | segment 1 ...      | segment 2 |
     windows   |     0     |     1     |     2     |     3     |   one block each, whatever the segments are
-    readers       fill          fill        fill
-    stream               copy 0      copy 1      copy 2
 
-A block is filled again only after the event behind its last copy. On the host targets there is nothing to stage: the
-readers fill the memory itself.
+    reader 0    fill 0   fill 2        ...         each takes the next window that nobody has, fills a block of its own,
+    reader 1    fill 1     fill 3                  enqueues the copy, and goes on with its other block
+    stream             copy 0 copy 1 copy 2 ...
+
+A block is filled again only after the event behind its last copy. No window passes from thread to thread: a wake-up costs
+as much as a small copy. On the host targets there is nothing to stage: the readers fill the memory itself.
 """
 
 from __future__ import annotations
 
 import os
 from bisect import bisect_right
-from collections import deque
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from threading import Lock
 from typing import TYPE_CHECKING
 
 from numba_kv.errors import InputError, InvariantError, StateError
@@ -35,9 +37,11 @@ __all__ = ["BLOCK_NBYTES", "STAGING_NBYTES", "Fill", "Progress", "Segment", "Upl
 
 #: Page-locked bytes of an uploader at most, unless it is told otherwise.
 STAGING_NBYTES = 64 << 20
-#: Bytes of a block: large enough that a copy runs at full rate, small enough that several are in flight.
+#: Bytes of a block: large enough that a copy runs at full rate, small enough that every reader has one.
 BLOCK_NBYTES = 4 << 20
-_MAX_READERS = 12
+_MAX_READERS = 16
+#: Seconds between two reports of progress.
+_REPORT_EVERY = 0.05
 #: Windows are cut at multiples of this, so that no element is ever split.
 _GRAIN = 256
 
@@ -71,15 +75,23 @@ class Segment:
 
 class _Block:
     def __init__(self, memory: Memory) -> None:
-        if memory.array is None:
-            raise InvariantError("staging memory is not host memory")
         self.memory = memory
-        self.bytes: NDArray[np.uint8] = memory.array
+        self.bytes = _host_bytes(memory)
         self.event: Event | None = None
 
 
+class _Run:
+    """One upload: the windows that are left, and whether to go on."""
+
+    def __init__(self, windows: Sequence[tuple[int, int]], fill: _Filler, destination: Memory) -> None:
+        self.left: Iterator[tuple[int, int]] = iter(windows)  # taking the next one of a list is atomic
+        self.fill = fill
+        self.destination = destination
+        self.stopped = False
+
+
 class Uploader:
-    """Staging blocks and the pipeline that runs over them. Owns the blocks, which are made when they are first needed.
+    """Staging blocks and the readers that run over them. Owns both; they are made when they are first needed.
 
     Parameters
     ----------
@@ -90,7 +102,7 @@ class Uploader:
     block_nbytes : int
         Bytes of a block, rounded down to a multiple of 256; at most `staging_nbytes`.
     num_readers : int, optional
-        Threads that fill; None: as many as the machine's cores and the blocks allow.
+        Threads that fill, at most one a block; None: as many as the machine has cores, at most 16.
     direct : bool, optional
         Whether the readers write to the destination itself; None: where the host can reach it.
 
@@ -116,16 +128,19 @@ class Uploader:
             raise InputError(f"num_readers: {num_readers} is not a positive number of threads")
         self._device = device
         self._block_nbytes = block
-        self._max_blocks = staging_nbytes // block
-        self._num_readers = num_readers or min(_MAX_READERS, os.cpu_count() or 1, self._max_blocks)
+        max_blocks = staging_nbytes // block
+        self._num_readers = min(num_readers or min(_MAX_READERS, os.cpu_count() or 1), max_blocks)
+        self._blocks_each = min(2, max_blocks // self._num_readers)
         self._direct = device.target != "cuda" if direct is None else direct
-        self._blocks: list[_Block] = []
+        self._blocks: list[list[_Block]] = [[] for _ in range(self._num_readers)]
+        self._making = Lock()
+        self._threads: ThreadPoolExecutor | None = None
         self._closed = False
 
     @property
     def staged_nbytes(self) -> int:
         """Page-locked bytes held now."""
-        return sum(block.memory.nbytes for block in self._blocks)
+        return sum(block.memory.nbytes for blocks in self._blocks for block in blocks)
 
     def upload(self, segments: Sequence[Segment], destination: Memory, progress: Progress | None = None) -> None:
         """Fill `destination` with the segments; bytes between them become 0.
@@ -156,87 +171,98 @@ class Uploader:
         total = max((s.end for s in segments), default=0)
         report = progress or _silent
         report(0, total)
-        if not total:
-            return
-        run = self._fill_directly if self._direct else self._stage
-        windows = [(begin, min(begin + self._block_nbytes, total)) for begin in range(0, total, self._block_nbytes)]
-        readers = ThreadPoolExecutor(min(self._num_readers, len(windows)), "numba_kv-weights")
-        with self._device.active():
-            try:
-                run(readers, windows, _Filler(segments), destination, report)
-            finally:  # whatever happened: no thread and no copy is left behind
-                readers.shutdown(wait=True, cancel_futures=True)
-                self._drain()
-        report(total, total)
+        if total:
+            windows = [(begin, min(begin + self._block_nbytes, total)) for begin in range(0, total, self._block_nbytes)]
+            self._run(_Run(windows, _Filler(segments), destination), len(windows), total, report)
+            report(total, total)
 
-    def _fill_directly(
-        self, readers: ThreadPoolExecutor, windows: list[tuple[int, int]], fill: _Filler, destination: Memory, report: Progress
-    ) -> None:
-        if destination.array is None:
-            raise InvariantError("the destination is not host memory")
-        self._device.stream.synchronize()  # nothing earlier may still write here
-        pending = [readers.submit(fill, destination.array[begin:end], begin) for begin, end in windows]
-        for (_, end), future in zip(windows[:-1], pending, strict=False):
-            future.result()
-            report(end, windows[-1][1])
-        pending[-1].result()
-        self._device.bytes_to_device += windows[-1][1]
+    def _run(self, run: _Run, num_windows: int, total: int, report: Progress) -> None:
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor(self._num_readers, "numba_kv-weights")
+        device, before = self._device, self._device.bytes_to_device
+        done = [0] * min(self._num_readers, num_windows)
+        if self._direct:
+            device.stream.synchronize()  # nothing earlier may still write there
+        readers = [self._threads.submit(self._read, run, reader, done) for reader in range(len(done))]
+        try:
+            _watch(readers, lambda: report(sum(done), total))
+        finally:  # whatever happened: no reader and no copy is left behind
+            run.stopped = True
+            wait(readers)
+            device.bytes_to_device = before + sum(done)  # the readers counted at the same time, and may have lost some
+            self._drain()
 
-    def _stage(
-        self, readers: ThreadPoolExecutor, windows: list[tuple[int, int]], fill: _Filler, destination: Memory, report: Progress
-    ) -> None:
-        stream, total = self._device.stream, windows[-1][1]
-        ahead = min(self._max_blocks, self._num_readers + 2)  # what is left of the blocks is for copies in flight
-        idle = deque(self._blocks)  # the one used longest ago is first
-        reading: deque[tuple[int, int, _Block, Future[None]]] = deque()
+    def _read(self, run: _Run, reader: int, done: list[int]) -> None:
+        """Take windows until there are none. Runs on a thread of its own."""
+        device, stream, turn = self._device, self._device.stream, 0
+        with device.active():
+            for begin, end in run.left:
+                if run.stopped:
+                    return
+                if self._direct:
+                    run.fill(_host_bytes(run.destination)[begin:end], begin)
+                else:
+                    block = self._take_block(self._blocks[reader], turn)
+                    run.fill(block.bytes[: end - begin], begin)
+                    device.copy_to_device(run.destination.address + begin, block.memory.address, end - begin, stream)
+                    block.event = stream.record()
+                    turn += 1
+                done[reader] += end - begin
 
-        def send() -> None:
-            begin, end, block, future = reading.popleft()
-            future.result()
-            self._device.copy_to_device(destination.address + begin, block.memory.address, end - begin, stream)
-            block.event = stream.record()
-            idle.append(block)
-            if end < total:
-                report(end, total)
-
-        for begin, end in windows:
-            while reading and (reading[0][3].done() or len(reading) == ahead):
-                send()
-            block = self._take_block(idle)
-            reading.append((begin, end, block, readers.submit(fill, block.bytes[: end - begin], begin)))
-        while reading:
-            send()
-
-    def _take_block(self, idle: deque[_Block]) -> _Block:
-        """Return a block whose last copy has run: an idle one, a new one, or the oldest once its copy has run."""
-        busy = not idle or (idle[0].event is not None and not idle[0].event.is_done)
-        if busy and len(self._blocks) < self._max_blocks:
-            self._blocks.append(_Block(self._device.allocate_staging(self._block_nbytes)))
-            return self._blocks[-1]
-        block = idle.popleft()
+    def _take_block(self, blocks: list[_Block], turn: int) -> _Block:
+        """Return the reader's block whose turn it is, once its last copy has run."""
+        place = turn % self._blocks_each
+        if place == len(blocks):
+            with self._making:  # the device counts what it gives out, and one thread at a time may count
+                blocks.append(_Block(self._device.allocate_staging(self._block_nbytes)))
+        block = blocks[place]
         if block.event is not None:
             block.event.synchronize()
             block.event = None
         return block
 
     def _drain(self) -> None:
-        for block in self._blocks:
-            if block.event is not None:
-                block.event.synchronize()
-                block.event = None
+        with self._device.active():
+            for blocks in self._blocks:
+                for block in blocks:
+                    if block.event is not None:
+                        block.event.synchronize()
+                        block.event = None
 
     def close(self) -> None:
-        """Give the blocks back; a second call does nothing."""
+        """Give threads and blocks back; a second call does nothing."""
         self._closed = True
+        threads, self._threads = self._threads, None
+        if threads is not None:
+            threads.shutdown()
         with self._device.active():
-            while self._blocks:
-                self._blocks.pop().memory.close(self._device.stream)
+            for blocks in self._blocks:
+                while blocks:
+                    blocks.pop().memory.close(self._device.stream)
 
     def __enter__(self) -> Uploader:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
+
+
+def _watch(readers: Sequence[Future[None]], report: Callable[[], None]) -> None:
+    """Wait for the readers, reporting now and then; raise what the first one that failed raised."""
+    left: set[Future[None]] = set(readers)
+    while True:
+        finished, left = wait(left, _REPORT_EVERY, FIRST_EXCEPTION)
+        for future in finished:
+            future.result()
+        if not left:
+            return
+        report()
+
+
+def _host_bytes(memory: Memory) -> NDArray[np.uint8]:
+    if memory.array is None:
+        raise InvariantError("this memory is not host memory")
+    return memory.array
 
 
 class _Filler:

@@ -104,9 +104,9 @@ def test_a_captured_step_stays_right_when_rows_change() -> None:
 
 def test_launches_need_a_reservation_and_are_noted_once() -> None:
     with make() as resources:
-        batch, _ = prefilled(resources, [5, 13, 1])
+        batch, sequences = prefilled(resources, [5, 13, 1])
         graph = batch.capture()
-        with pytest.raises(kv.StateError, match="0 steps were reserved"):
+        with pytest.raises(kv.StateError, match="0 reserved ones are left"):
             graph.launch()
         graph.reserve(2)
         graph.launch()
@@ -115,15 +115,86 @@ def test_launches_need_a_reservation_and_are_noted_once() -> None:
         graph.launch()
         with pytest.raises(kv.StateError, match="reserve more"):
             graph.launch()
+        for call in (lambda: batch.step(1), batch.audit, batch.compact, lambda: batch.rewind({sequences[0]: 1})):
+            with pytest.raises(kv.StateError, match="2 steps were launched and not noted"):
+                call()
         graph.advanced(1)
-        graph.advanced(1)
+        batch.advanced(1)
+        assert graph.launched == 0
+        assert sequences[0].length == 7
         batch.audit()
-        for bad in (0, -1, 1.5, True, None):
+
+
+@pytest.mark.parametrize("bad", [0, -1, 1.5, True, None, "1"])
+def test_steps_and_tokens_of_hostless_calls_are_positive_integers(bad: object) -> None:
+    with make() as resources:
+        batch, _ = prefilled(resources, [5, 13, 1])
+        calls = [batch.reserve, batch.advanced, batch.capture, lambda n: batch.capture(steps=n)]
+        for call in (*calls, lambda n: batch.reserve(1, n), lambda n: batch.enqueue_step(resources.stream, n)):
             with pytest.raises(kv.InputError):
-                batch.reserve(bad)
-        for bad in (0, 2, True):
-            with pytest.raises(kv.InputError):
-                batch.capture(bad)
+                call(bad)
+        batch.audit()
+
+
+@pytest.mark.parametrize("many", [97, 2**62, 10**30])
+def test_more_steps_than_a_row_has_tokens_are_refused(many: int) -> None:
+    with make(step=4) as resources:
+        batch, _ = prefilled(resources, [5, 13, 1])
+        for call in (batch.reserve, batch.advanced, lambda n: batch.capture(steps=n), lambda n: batch.reserve(n, 4)):
+            with pytest.raises(kv.CapacityError):
+                call(many)
+        batch.step(1)
+        batch.audit()
+
+
+def test_refused_and_reading_calls_keep_the_reservation() -> None:
+    with make() as resources:
+        batch, sequences = prefilled(resources, [5, 13, 1])
+        graph = batch.capture()
+        graph.reserve(20)
+        with pytest.raises(kv.InputError):
+            batch.step(65)
+        with pytest.raises(kv.CapacityError):
+            batch.reserve(90)
+        with pytest.raises(kv.InputError):
+            batch.rewind({sequences[0]: 6})
+        batch.audit()
+        batch.sync_lengths()
+        graph.launch()
+        graph.advanced()
+        batch.step(1)
+        with pytest.raises(kv.StateError, match="0 reserved ones"):
+            graph.launch()
+        batch.audit()
+
+
+def test_a_launch_takes_the_tokens_that_were_reserved() -> None:
+    with make(step=4) as resources:
+        batch, _ = prefilled(resources, [5, 13, 1])
+        graph = batch.capture(4)
+        batch.reserve(8)
+        with pytest.raises(kv.StateError, match="steps of 4 tokens a row, but steps of 1"):
+            graph.launch()
+        graph.reserve(2)
+        graph.launch()
+        graph.advanced()
+        batch.audit()
+
+
+def test_launches_of_several_graphs_are_noted_in_order() -> None:
+    with make(step=4) as resources:
+        batch, sequences = prefilled(resources, [5, 13, 1])
+        counts = device_array(resources, [1, 0, 1])
+        plain, driven = batch.capture(), batch.capture(counts=counts)
+        batch.reserve(10)
+        plain.launch()
+        driven.launch()
+        plain.launch()
+        batch.advanced(3)
+        assert (plain.launched, driven.launched) == (0, 0)
+        batch.sync_lengths()
+        assert [s.length for s in sequences] == [8, 15, 4]
+        batch.audit()
 
 
 def test_reserve_refuses_what_does_not_fit_and_changes_nothing() -> None:
@@ -149,6 +220,8 @@ def test_enqueue_step_and_its_notes() -> None:
         batch.audit()
         with pytest.raises(kv.StateError, match="1 are noted, 0 were reserved"):
             batch.advanced(1)
+        with pytest.raises(kv.StateError, match="0 reserved ones"):
+            batch.enqueue_step(resources.stream)
 
 
 def test_counts_from_the_device() -> None:
@@ -221,7 +294,7 @@ def test_accepted_more_than_the_last_step_is_refused_on_the_device() -> None:
 
 
 def test_a_row_that_runs_out_stops_by_itself() -> None:
-    """Hundreds of steps with no host: pages are mapped ahead; without them a row stops, the others go on."""
+    """Hundreds of steps with no host: a row that cannot go on stops where it is, its status is set, the others go on."""
     with make(rows=2, capacity=96, lookahead_pages=4) as resources:
         batch = kv.Batch(resources)
         a, b = batch.update(admit=[1, 80])
@@ -229,16 +302,62 @@ def test_a_row_that_runs_out_stops_by_itself() -> None:
         for _ in range(4):
             batch.step({b: 20})
         graph = batch.capture()
-        graph.reserve(16)
-        for _ in range(16):
+        with pytest.raises(kv.CapacityError):
+            graph.reserve(20)
+        assert graph.reserve(20, partial=True) == 16
+        for _ in range(20):
             graph.launch()
         graph.advanced()
-        stream = resources.stream
-        for _ in range(3):  # b is full now: steps that nobody reserved
-            batch.enqueue_step(stream)
-        lengths = snapshot(batch)["lengths"].tolist()
-        assert lengths == [20, 96]
-        assert snapshot(batch)["status"].tolist() == [Status.OK, Status.OVER_CAPACITY]
+        assert [a.length, b.length] == [21, 96]
+        with pytest.raises(kv.StateError, match="OVER_CAPACITY"):
+            batch.audit()
+        assert batch.refusals() == {b: Status.OVER_CAPACITY}
+        batch.audit()
+
+
+def test_rows_stop_where_the_pool_ends() -> None:
+    with make(rows=2, capacity=96, num_kv_pages=26, lookahead_pages=0) as resources:
+        batch, (a, b) = prefilled(resources, [10, 30])
+        graph = batch.capture()
+        steps = graph.reserve(90, partial=True)
+        for _ in range(90):
+            graph.launch()
+        graph.advanced()
+        assert steps == min(a.length - 10, b.length - 30)
+        assert steps >= 30
+        assert batch.free_pages < 2
+        assert set(batch.refusals().values()) == {Status.PAGE_MISSING}
+        batch.audit()
+
+
+@pytest.mark.parametrize("retire", [False, True])
+def test_a_refused_step_leaves_the_batch_usable(retire: bool) -> None:
+    """What the device refused is read, cleared and forgotten; the row's table is clean when it ends."""
+    with make(step=4) as resources:
+        batch, sequences = prefilled(resources, [21, 13, 1])
+        batch.step(2)
+        batch.step(4, accepted=device_array(resources, [7, 2, 2]))
+        assert batch.refusals() == {sequences[0]: Status.BAD_COUNT}
+        if retire:
+            batch.retire(sequences[0])
+        batch.sync_lengths()
+        batch.audit()
+        assert [s.length for s in sequences[1:]] == [19, 7]
+        if not retire:
+            assert sequences[0].length == 23
+        batch.step(1)
+        batch.audit()
+
+
+def test_a_step_after_a_driven_one_knows_that_it_does_not_know() -> None:
+    with make(step=4) as resources:
+        batch, _ = prefilled(resources, [5, 13, 1])
+        batch.step(2, counts=device_array(resources, [0, 0, 0]))
+        views = [batch.step(1) for _ in range(3)]
+        assert [view.kv_len_is_exact for view in views] == [False] * 3
+        assert [view.kv_len_upper for view in views] == [16, 17, 18]
+        batch.sync_lengths()
+        assert batch.step(1).kv_len_is_exact
 
 
 def test_device_arrays_are_checked() -> None:
