@@ -122,6 +122,7 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--batch", type=_integer(1), default=256, metavar="ROWS", help="sequences (default 256)")
     parser.add_argument("--repeat", type=_integer(1), default=2000, metavar="N", help="steps that are timed (default 2000)")
+    parser.add_argument("--picture", metavar="FILE.png", help="plot the measure `step` (needs the extra viz)")
     _add_target(parser)
     _add_json(parser)
 

@@ -20,10 +20,13 @@ from numba_kv.dtypes import dtype
 from numba_kv.errors import PlanError
 from numba_kv.geometry import FULL, MAX_POOL_PAGES, RESERVED_PAGES, Window, ceil_div, ring_pages, round_up, table_pages
 
-__all__ = ["ALIGNMENT", "GroupPlan", "MemoryPlan", "Region", "SlabPlan", "plan_memory"]
+__all__ = ["ALIGNMENT", "GROUP_COLUMNS", "RECORD_WORDS", "GroupPlan", "MemoryPlan", "Region", "SlabPlan", "plan_memory"]
 
 #: Bytes to which every region and every layer's pool is aligned.
 ALIGNMENT = 256
+#: int32 words of a record of a composition change, and int64 columns of what kernels know of a group.
+RECORD_WORDS = 10
+GROUP_COLUMNS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +176,7 @@ class MemoryPlan:
         rows = config.max_batch_size
         leased = ceil_div(config.max_batch_tokens, full.page_tokens) + rows * (config.lookahead_pages + 2)
         rings = rows * sum(g.ring for g in self.groups)
-        return 10 * rows + rings + min(leased, full.usable_pages) + 2 * rows + 1
+        return RECORD_WORDS * rows + rings + min(leased, full.usable_pages) + 2 * rows + 1
 
     def region(self, name: str) -> Region:
         """Return the region called `name`.
@@ -341,7 +344,7 @@ def _regions(plan: MemoryPlan) -> list[Region]:
     add("cu_seqlens_q", (rows + 1,))
     add("positions", (tokens,))
     add("edits", (plan.edit_words,))
-    add("groups", (count, 16), "int64")
+    add("groups", (count, GROUP_COLUMNS), "int64")
     features = config.num_deepstack_features
     add("zero_buffer", (max(256, rows * config.hidden_size * 2 if features else 0),), "uint8")
     if config.has_window_layers:

@@ -23,20 +23,17 @@ class Sequence:
         Its number, counted over all admissions of the batch: no two sequences share it.
     prompt_tokens : int
         Tokens it was admitted with.
-    reused_tokens : int
-        Of these, tokens whose pages were found and need not be computed.
     state : {"active", "retired"}
         Whether it still has a row.
     """
 
-    __slots__ = ("_batch", "generation", "prompt_tokens", "reused_tokens", "row", "state")
+    __slots__ = ("_batch", "generation", "prompt_tokens", "row", "state")
 
     def __init__(self, batch: Batch, row: int, generation: int, prompt_tokens: int) -> None:
         self._batch = batch
         self.row = row
         self.generation = generation
         self.prompt_tokens = prompt_tokens
-        self.reused_tokens = 0
         self.state = "active"
 
     @property

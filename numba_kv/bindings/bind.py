@@ -39,7 +39,7 @@ def bind(
         A map of an earlier step of the same batch, to be brought up to date. None: a new one.
     extra : mapping of str to Tensor, optional
         What else is to be bound: `bind_rope`, `bind_lora`, the runner's inputs and outputs, deep-stack features of a step with
-        images. Where a deep-stack name is given, its zeros are left out.
+        images, which take the place of zeros. What an earlier call bound and this one does not name stays as it is.
 
     Returns
     -------

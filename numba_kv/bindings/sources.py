@@ -6,7 +6,7 @@ Each function takes its owner alone and returns names and tensors; nothing is al
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from numba_kv.bindings.names import (
     DEEPSTACK_EMBEDS,
@@ -67,10 +67,11 @@ def bind_step(manager: HybridCacheManager, view: StepView) -> dict[str, Tensor]:
     attention_sequence_lengths also where the device decided. Dropped tokens have position 0 and slot -1.
     """
     rows = view.num_rows
+    buffers: Any = manager.step_buffers  # which makes its arrays by the names of the plan
     return {
         "positions": view.positions[: view.num_tokens],
         "query_start_offsets": view.cu_seqlens_q[: rows + 1],
-        "query_lengths": manager.step_buffers.appended[0][:rows],
+        "query_lengths": buffers.appended[0][:rows],
         "past_lengths": view.context_lens[:rows],
         "attention_sequence_lengths": view.seq_lens[:rows],
     }

@@ -201,9 +201,9 @@ class TensorMap(TensorMapView):
         Stream: host only.
         """
         bound = self._tensors
-        reference = next(iter({**bound, **tensors}.values()), None)
+        first = next(iter(tensors.values()), None)
         for name, tensor in tensors.items():
-            self._check(name, tensor, reference)
+            self._check(name, tensor, first)
             if name in bound:
                 _check_rebind(name, bound[name], tensor)
         bound.update(tensors)
@@ -222,13 +222,14 @@ class TensorMap(TensorMapView):
         self._store.is_closed = True
         self._store.tensors.clear()
 
-    def _check(self, name: str, tensor: Tensor, reference: Tensor | None = None) -> None:
+    def _check(self, name: str, tensor: Tensor, first: Tensor | None = None) -> None:
+        """Refuse what cannot be bound to any name; `first` is what an empty map compares devices with."""
         if not isinstance(name, str) or not name:
             raise InputError(f"name: {name!r} is not the name of a binding")
         if not isinstance(tensor, Tensor):
             raise InputError(f"{name}: {type(tensor).__name__} is not a Tensor; res.device.tensor() and the caches make them")
         tensor.check_open()
-        other = reference or next(iter(self._tensors.values()), tensor)
+        other = next(iter(self._tensors.values()), tensor if first is None else first)
         if tensor.__dlpack_device__() != other.__dlpack_device__():
             raise InputError(f"{name}: the tensor is on {tensor.device!r}, the others are on {other.device!r}")
 
@@ -249,7 +250,7 @@ def _check_rebind(name: str, old: Tensor, new: Tensor) -> None:
     if rule is Rebind.NEVER and _described(old) != _described(new):
         raise InputError(f"{name}: bound to {old!r} for good, so not to {new!r}; remove() it first, or make another map")
     if rule is Rebind.SIZE and new.address != old.address:
-        raise InputError(f"{name}: an input of a step keeps its address, and {new!r} has another; make a map a batch")
+        raise InputError(f"{name}: an input of a step keeps its address, {new!r} has another; make a new map")
     if old.dtype is not new.dtype:
         raise ShapeError(f"{name}: {new.dtype} given, {old.dtype} bound; the element type stays")
     if rule is Rebind.SIZE and (old.shape[1:], old.strides) != (new.shape[1:], new.strides):

@@ -48,7 +48,7 @@ class StepBuffers:
         Position of each token of the step.
     edits : Tensor [words]
         Block of a composition change.
-    groups : Tensor int64 [G, 16]
+    groups : Tensor int64 [G, GROUP_COLUMNS]
         What kernels know of the groups (`kernels/layout.py`).
     arena : dict of str to Tensor
         The flat arrays behind the tuples.
@@ -128,7 +128,7 @@ def as_words(tensor: Tensor) -> Tensor:
 
 def _describe(group: GroupPlan, offsets: dict[str, int]) -> list[int]:
     kinds = {"full": layout.FULL, "sliding": layout.SLIDING, "chunked": layout.CHUNKED}
-    row = [0] * 16
+    row = [0] * layout.GROUP_COLUMNS
     row[layout.SHIFT] = group.page_tokens.bit_length() - 1
     row[layout.KIND] = layout.EMPTY if group.is_empty else kinds[group.window.kind]
     row[layout.WINDOW] = group.window.tokens

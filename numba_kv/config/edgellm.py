@@ -18,7 +18,7 @@ from numba_kv.config.limits import Limits
 from numba_kv.config.read import INT64_MAX, Reader, words
 from numba_kv.geometry import INT32_MAX, MAX_POOL_PAGES, ceil_div, reference_private_pages
 
-__all__ = ["read_edgellm"]
+__all__ = ["prefers_bounded_swa", "read_edgellm"]
 
 #: Tokens of a page, unless the caller asks for others; page counts in the file are in this unit always.
 REFERENCE_PAGE_TOKENS = 128
@@ -109,6 +109,21 @@ def read_edgellm(top: Reader, limits: Limits) -> LLMEngineConfig:
         reduced_vocab_size=reader.integer("reduced_vocab_size", 0, default=0),
         eos_token_ids=_eos_token_ids(reader),
     )
+
+
+def prefers_bounded_swa(num_swa_pages: int, max_kv_pool_pages: int) -> bool:
+    """Return whether the reference would keep an engine's windows in their own pool, by the page counts of its file.
+
+    Only if that pool is the smaller one: a tie is decided for full rows, which need no rotation. The rule is there for those
+    who want the reference's choice. Here windows are bounded unless `use_bounded_swa` is False, because a ring takes about
+    half of the reference's reservation and is never larger than a full row.
+
+    Parameters
+    ----------
+    num_swa_pages, max_kv_pool_pages : int
+        The builder's page counts, of `REFERENCE_PAGE_TOKENS` tokens.
+    """
+    return num_swa_pages < max_kv_pool_pages
 
 
 def _check_role(reader: Reader) -> None:

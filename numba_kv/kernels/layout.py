@@ -1,6 +1,6 @@
 """Columns of the arrays that host and kernels share: one place, so that both sides agree.
 
-`groups` int64 [G, 16]: one row a window group. `edits` int32: the block of a composition change::
+`groups` int64 [G, GROUP_COLUMNS]: one row a window group. `edits` int32: the block of a composition change::
 
     | record 0 | record 1 | ... | page ids of all records | counts [B] | cu_seqlens_q [B+1] |
 """
@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from enum import IntEnum
 
-__all__ = ["Status"]
+from numba_kv.plan import GROUP_COLUMNS, RECORD_WORDS
+
+__all__ = ["GROUP_COLUMNS", "RECORD_WORDS", "Status"]
 
 # columns of `groups`
 SHIFT = 0  # log2 of page_tokens
@@ -30,8 +32,7 @@ SLIDING = 1
 CHUNKED = 2
 EMPTY = 3  # the full group of a model without full-attention layers
 
-# words of a record
-RECORD_WORDS = 10
+# words of a record (RECORD_WORDS of them)
 ROW = 0
 FLAGS = 1
 FIRST = 2  # full group: first logical page that gets an id

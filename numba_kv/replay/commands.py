@@ -198,10 +198,17 @@ def _inspect(args: Namespace) -> None:
 
 def _bench(args: Namespace) -> None:
     from numba_kv.replay.bench import BenchOptions, bench, bench_table
+    from numba_kv.replay.bench_plot import plot_steps
+    from numba_kv.replay.report import check_drawing
+
+    if args.picture is not None:
+        check_drawing()
 
     output = Output(args.json)
     figures = bench(args.measure, BenchOptions(rows=args.batch, repeat=args.repeat, target=args.target))
     output.show(bench_table(figures))
+    if args.picture is not None and "step" in figures:
+        plot_steps(figures["step"]["points"], Path(args.picture))  # type: ignore[arg-type]
     output.write_json(figures)
 
 

@@ -25,7 +25,7 @@ def batch() -> Iterator[kv.Batch]:
 def test_a_sequence_from_its_prompt_to_its_end(batch: kv.Batch) -> None:
     sequence = batch.admit(tokens=[11, 12, 13, 14, 15])
     assert (sequence.row, sequence.generation, sequence.length, sequence.pending_tokens) == (0, 1, 0, 5)
-    assert (sequence.prompt_tokens, sequence.reused_tokens, sequence.state) == (5, 0, "active")
+    assert (sequence.prompt_tokens, sequence.state) == (5, "active")
     batch.step({sequence: 3})
     assert (sequence.length, sequence.pending_tokens) == (3, 2)
     batch.step({sequence: sequence.pending_tokens})

@@ -18,6 +18,7 @@ import numba_kv as kv
 from numba_kv.batch.capture import CapturedStep
 from numba_kv.dtypes import dtype
 from numba_kv.geometry import FULL
+from numba_kv.kernels.layout import Status
 from tests.helpers.captured import PROMPTS, model, prefilled
 from tests.helpers.naive_batch import NaiveBatch, NaiveSequence
 
@@ -189,8 +190,10 @@ class BatchMachine(RuleBasedStateMachine):
             counts = {s: data.draw(st.integers(0, n)) for s, n in room.items()} if counted else room
             back = {s: data.draw(st.integers(0, self._most_back(n))) for s, n in self.naive.sequences.items()} if form else {}
             given: dict[str, kv.Tensor] = {}
+            spoiled = data.draw(st.sets(st.sampled_from(chosen), max_size=1)) if counted else set()
             if counted:
-                given["counts"] = self._array("counts", counts)
+                wrong = {s: data.draw(st.sampled_from([-1, room[s] + 1])) for s in spoiled}
+                given["counts"] = self._array("counts", {**counts, **wrong})
             if form:
                 keep = {s: n.last - back[s] for s, n in self.naive.sequences.items()}
                 given[form] = self._array(form, back if form == "take_back" else keep)
@@ -198,7 +201,9 @@ class BatchMachine(RuleBasedStateMachine):
                 break
             view = self.batch.step(room, **given)
             longest = {s: n + room.get(s, 0) for s, n in longest.items()}
-            self.naive.stepped(view, room, counts, back)
+            nothing = dict.fromkeys(spoiled, 0)  # a row that the device refuses is left as it is
+            self.naive.stepped(view, room, {**counts, **nothing}, {**back, **nothing})
+            assert self.batch.refusals() == dict.fromkeys(spoiled, Status.BAD_COUNT)
         self.batch.sync_lengths()
         assert all(s.length == len(n.tokens) for s, n in self.naive.sequences.items())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from pathlib import Path
 from typing import Any
@@ -140,16 +141,15 @@ def test_a_fixed_stretch_of_the_base() -> None:
         assert np.allclose(ours, embedding.inv_freq.numpy(), rtol=REFERENCE)
 
 
-@pytest.mark.parametrize(
-    ("module", "interleaved", "section"), [("qwen2_5_vl", False, [2, 3, 3]), ("qwen3_vl", True, [3, 3, 2])]
-)
-def test_multimodal_rows(module: str, interleaved: bool, section: list[int]) -> None:
-    import importlib
+MODULES = [
+    ("qwen2_5_vl", "Qwen2_5_VLRotaryEmbedding", False, [2, 3, 3]),
+    ("qwen3_vl", "Qwen3VLTextRotaryEmbedding", True, [3, 3, 2]),
+]
 
-    found = importlib.import_module(f"transformers.models.{module}.modeling_{module}")
-    kind = next(
-        v for k, v in vars(found).items() if k.endswith("RotaryEmbedding") and "Vision" not in k and module[:5] in k.lower()
-    )
+
+@pytest.mark.parametrize(("module", "name", "interleaved", "section"), MODULES)
+def test_multimodal_rows(module: str, name: str, interleaved: bool, section: list[int]) -> None:
+    kind = getattr(importlib.import_module(f"transformers.models.{module}.modeling_{module}"), name)
     parameters = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": section, "mrope_interleaved": interleaved}
     config = AutoConfig.for_model(**huggingface(f"{module}_text", rope_parameters=parameters))
     (rope,) = load_engine_config(huggingface("llama", rope_parameters=parameters)).ropes
