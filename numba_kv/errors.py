@@ -9,6 +9,7 @@ Every refusal names the argument, what came, what was allowed and what to do. Th
         ShapeError                    arrays disagree on shape, dtype or layout
         TraceError                    a line of a trace file is wrong
         WeightError                   a file of weights, or what it holds, is wrong
+          LoRAError                   an adapter is wrong, or does not fit the engine
       PlanError                       the plan does not fit the budget
       CapacityError                   pages, rows or tokens have run out
       StateError (RuntimeError)       a call that the object's state does not allow
@@ -28,6 +29,7 @@ __all__ = [
     "InputError",
     "InteropError",
     "InvariantError",
+    "LoRAError",
     "NumbaKVError",
     "PlanError",
     "RewindTooFar",
@@ -85,6 +87,10 @@ class WeightError(InputError):
         self.missing = missing
         self.extra = extra
         self.mismatched = mismatched
+
+
+class LoRAError(WeightError):
+    """An adapter is damaged, or does not fit the engine's targets; nothing was changed."""
 
 
 class PlanError(NumbaKVError):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from numba_kv.bindings.bind import bind
 from numba_kv.bindings.names import Rebind, binding_names, rebind_rule
+from numba_kv.bindings.resources import bind
 from numba_kv.bindings.sources import (
     bind_deepstack,
     bind_kv,

@@ -13,7 +13,7 @@ from numba_kv.weights.rope_table import RopeTable, count_of
 if TYPE_CHECKING:
     from numba_kv.kernels.jit import Launch
 
-__all__ = ["RopeGather", "RowSets"]
+__all__ = ["RopeGather", "RowSets", "check_gather"]
 
 _MAX_THREADS = 256
 

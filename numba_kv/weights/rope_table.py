@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from numba_kv.config import RopeConfig
     from numba_kv.weights.rope_layout import RopeLayout
 
-__all__ = ["RopeTable", "count_of"]
+__all__ = ["RopeTable", "count_of", "rotations_of"]
 
 
 def count_of(name: str, value: Any, low: int, high: int = INT32_MAX) -> int:

@@ -13,7 +13,7 @@ from tests.helpers.ropes import expected, opened, plain, rope
 pytestmark = pytest.mark.gpu
 
 
-def test_a_long_table_is_built_in_a_millisecond(record_property: pytest.RecordProperty) -> None:
+def test_a_long_table_is_built_in_a_millisecond() -> None:
     device = create_device("cuda")
     with opened(device) as cache:
         table = cache.table(rope(dim=128, theta=5e5, positions=131072), 131072)
@@ -24,7 +24,6 @@ def test_a_long_table_is_built_in_a_millisecond(record_property: pytest.RecordPr
             start = device.stream.record(timing=True)
             launch(131072 * 64, device.stream)
             times.append(device.stream.record(timing=True).microseconds_since(start))
-        record_property("rope_table_131072x128_us", round(min(times), 1))
         assert min(times) < 1000
         found = table.tensor[0, 131000:].to_host()
         assert np.abs(found - expected(plain(128, 5e5), range(131000, 131072))).max() < 1e-6
