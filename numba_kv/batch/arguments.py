@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Set
 from typing import Any
 
+import numpy as np
+
 from numba_kv.batch.launches import DeviceCounts
 from numba_kv.device import Device, Tensor
 from numba_kv.device.interop import as_tensor
@@ -16,7 +18,8 @@ __all__ = ["at_least_one", "device_counts", "integer", "listed", "one_prompt", "
 
 def integer(value: Any) -> int | None:
     """Return `value` as an int if it is an integer of any kind (not a bool), else None."""
-    if isinstance(value, bool) or not hasattr(value, "__index__") or getattr(value, "ndim", 0) != 0:
+    # Before NumPy 2.4 its bool has the method too.
+    if isinstance(value, (bool, np.bool_)) or not hasattr(value, "__index__") or getattr(value, "ndim", 0) != 0:
         return None
     try:
         return int(value.__index__())

@@ -14,7 +14,6 @@ import numpy as np
 from numba_kv.batch.arguments import device_counts, integer, listed, one_prompt, positive, prompt_length
 from numba_kv.batch.audit import AuditReport, audit_batch
 from numba_kv.batch.derived import DerivedForms
-from numba_kv.batch.guard import CallGuard
 from numba_kv.batch.hostless import HostlessSteps
 from numba_kv.batch.launches import DeviceCounts
 from numba_kv.batch.permutation import fill_holes
@@ -22,6 +21,7 @@ from numba_kv.batch.sequence import Sequence
 from numba_kv.batch.stats import BatchStats
 from numba_kv.batch.stepper import Stepper
 from numba_kv.batch.view import StepView
+from numba_kv.device.guard import CallGuard
 from numba_kv.errors import CapacityError, InputError, RewindTooFar, StateError
 from numba_kv.kernels.layout import Status
 from numba_kv.shared_resources import SharedResources
@@ -141,8 +141,9 @@ class Batch(HostlessSteps):
             leaving = [self._row_of(s, "retire") for s in retired]
             if len(set(leaving)) != len(leaving):
                 raise InputError("retire: a sequence is named twice")
-            prompts = [prompt_length(p, self.plan.config.max_kv_cache_capacity) for p in admitted]
-            free = self.stepper.ledger.free_rows + len(leaving)
+            capacity, ledger = self.plan.config.max_kv_cache_capacity, self.stepper.ledger
+            prompts = [p if type(p) is int and 0 < p <= capacity else prompt_length(p, capacity) for p in admitted]
+            free = ledger.free_rows + len(leaving)
             if len(prompts) > free:
                 raise CapacityError(
                     f"rows: {len(prompts)} sequences are to be admitted, {free} of {self._rows} rows are free; "
@@ -152,14 +153,13 @@ class Batch(HostlessSteps):
                 )
             if not leaving and not prompts:
                 return []
+            number = ledger.admitted
             rows = self.stepper.update(leaving, prompts)
-            for row in leaving:
-                self._sequences.pop(row).state = "retired"
-            made = []
-            for row, prompt in zip(rows, prompts, strict=True):
-                sequence = Sequence(self, row, int(self.stepper.ledger.generation[row]), prompt)
-                self._sequences[row] = sequence
-                made.append(sequence)
+            for sequence in retired:
+                sequence.state = "retired"
+                del self._sequences[sequence.row]
+            made = [Sequence(self, row, number + i, n) for i, (row, n) in enumerate(zip(rows, prompts, strict=True), 1)]
+            self._sequences.update(zip(rows, made, strict=True))
             return made
 
     def compact(self, order: Iterable[Sequence] | None = None) -> dict[Sequence, int]:

@@ -15,9 +15,9 @@ from numba_kv.geometry import round_up
 from numba_kv.kernels.derived import compact_table, copy_indices, count_pages, split_table
 
 if TYPE_CHECKING:
-    from numba_kv.batch.guard import CallGuard
     from numba_kv.cache.step_buffers import StepBuffers
     from numba_kv.device import Memory, Stream
+    from numba_kv.device.guard import CallGuard
     from numba_kv.kernels.jit import Launch
 
 __all__ = ["CompactWindow", "DerivedForms", "KvIndices"]

@@ -1,4 +1,7 @@
-"""EditBlock: a composition change as one block of words, sent by one copy and applied by one launch."""
+"""EditBlock: the pages and the layout of a step as one block of words, sent by one copy and applied by one launch.
+
+Blocks of rows that come and go are written by `kernels/row_changes.py`.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +23,7 @@ class EditBlock:
 
     def __init__(self) -> None:
         self._records = np.zeros((0, layout.RECORD_WORDS), np.int32)
-        self._tail = np.zeros(0, np.int32)  # page ids that records point at
-        self._tail_column = layout.IDS_AT  # the word of a record that says where, from the first of them
+        self._ids = np.zeros(0, np.int32)  # page ids that records point at
         self._layout: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None
         self._take_back: NDArray[np.int64] | None = None
         self.old_tokens = 0
@@ -60,30 +62,7 @@ class EditBlock:
         records[:, layout.IDS_AT] = np.cumsum(sizes) - sizes
         records[:, layout.CLEAR_FROM] = ends
         records[:, layout.CLEAR_TO] = np.maximum(ends, held)
-        self._records, self._tail, self._tail_column = records, ids, layout.IDS_AT
-
-    def set_resets(
-        self,
-        rows: NDArray[np.int64],
-        is_live: NDArray[np.bool_],
-        held: NDArray[np.int64],
-        lo: NDArray[np.int64],
-        hi: NDArray[np.int64],
-        rings: NDArray[np.int32],
-    ) -> None:
-        """Empty several rows, and start a sequence in some.
-
-        Row ``rows[i]`` held ``held[i]`` full-group pages and between ``lo[i]`` and ``hi[i]`` tokens; if ``is_live[i]`` it gets
-        ``rings[i]``, the ring pages of all window groups.
-        """
-        records = np.zeros((len(rows), layout.RECORD_WORDS), np.int32)
-        records[:, layout.ROW] = rows
-        records[:, layout.FLAGS] = np.where(is_live, layout.RESET | layout.LIVE, layout.RESET)
-        records[:, layout.CLEAR_TO] = held
-        records[:, layout.RINGS_AT] = np.arange(len(rows)) * rings.shape[1]
-        records[:, layout.LOW_TOKENS] = lo
-        records[:, layout.HIGH_TOKENS] = hi
-        self._records, self._tail, self._tail_column = records, rings.ravel(), layout.RINGS_AT
+        self._records, self._ids = records, ids
 
     def set_layout(self, counts: NDArray[np.int64], cu_seqlens: NDArray[np.int64], old_tokens: int = 0) -> None:
         """Set the counts of the next step and where each row's tokens start; the layout before had `old_tokens` tokens."""
@@ -103,11 +82,11 @@ class EditBlock:
             Words written, and first words of the two arrays (-1: absent).
         """
         at = self._records.size
-        self._room(words, at + len(self._tail))
-        self._records[:, self._tail_column] += at
+        self._room(words, at + len(self._ids))
+        self._records[:, layout.IDS_AT] += at
         words[:at] = self._records.ravel()
-        words[at : at + len(self._tail)] = self._tail
-        at += len(self._tail)
+        words[at : at + len(self._ids)] = self._ids
+        at += len(self._ids)
         layout_at = take_back_at = -1
         if self._layout is not None:
             counts, cu_seqlens = self._layout

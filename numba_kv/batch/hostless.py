@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from numba_kv.batch.guard import CallGuard
     from numba_kv.batch.launches import DeviceCounts
     from numba_kv.batch.stepper import Stepper
+    from numba_kv.device.guard import CallGuard
     from numba_kv.plan import MemoryPlan
     from numba_kv.shared_resources import SharedResources
 

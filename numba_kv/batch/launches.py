@@ -15,6 +15,9 @@ from numba_kv.kernels.edit import apply_edits, permute_rows
 from numba_kv.kernels.slots import fill_carry, fill_slots
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from numba_kv.batch.edits import EditBlock
     from numba_kv.cache.step_buffers import StepBuffers
     from numba_kv.device import Stream, Tensor
@@ -104,22 +107,21 @@ class StepLaunches:
         self._long = self._bind_advance(write_slots=0)
         self._rewind = self._bind_advance(use_counts=0, back_mode=layout.TAKE_BACK, write_slots=0)
         self._driven: OrderedDict[tuple[int, int, int, bool], Launch] = OrderedDict()
-        self._apply = apply_edits.bind(
-            self._device,
-            {
-                **state,
-                **tables,
-                "edits": buffers.edits,
-                "counts": buffers.counts,
-                "cu_seqlens_q": buffers.cu_seqlens_q,
-                "take_back": buffers.take_back,
-                "num_records": 0,
-                "slot_mapping": arena["slot_mapping"],
-                "layout_at": -1,
-                "take_back_at": -1,
-                "old_tokens": 0,
-            },
-        )
+        edits: dict[str, Tensor | int] = {
+            **state,
+            **tables,
+            "edits": buffers.edits,
+            "counts": buffers.counts,
+            "cu_seqlens_q": buffers.cu_seqlens_q,
+            "take_back": buffers.take_back,
+            "slot_mapping": arena["slot_mapping"],
+            "num_records": 0,
+            "layout_at": -1,
+            "take_back_at": -1,
+            "old_tokens": 0,
+        }
+        self._apply = apply_edits.bind(self._device, edits)
+        self._resets = apply_edits.bind(self._device, edits)  # never has a layout
         self._permute = permute_rows.bind(self._device, {**state, **tables, "edits": buffers.edits})
         step_data = {
             "context_lens": buffers.context_lens,
@@ -190,20 +192,30 @@ class StepLaunches:
         return launch
 
     def apply(self, block: EditBlock) -> None:
-        """Send a composition change: one copy, one kernel."""
-        words = self._staging.acquire()
-        num_words, layout_at, take_back_at = block.write(words)
-        stream = self._device.stream
-        self._staging.send([(0, num_words, self._buffers.edits, 0)], stream)
+        """Send the pages and the layout of a step: one copy, one kernel."""
+        num_words, layout_at, take_back_at = block.write(self.acquire())
+        self._send(num_words)
         records = block.num_records
         self._apply(
             records + block.has_layout,
-            stream,
+            self._device.stream,
             num_records=records,
             layout_at=layout_at,
             take_back_at=take_back_at,
             old_tokens=block.old_tokens,
         )
+
+    def acquire(self) -> NDArray[np.int32]:
+        """Return the words of the next block to send."""
+        return self._staging.acquire()
+
+    def send(self, num_words: int, records: int) -> None:
+        """Send records that are in the acquired words: one copy, one kernel."""
+        self._send(num_words)
+        self._resets(records, self._device.stream, num_records=records)
+
+    def _send(self, num_words: int) -> None:
+        self._staging.send([(0, num_words, self._buffers.edits, 0)], self._device.stream)
 
     def permute(self, cycles: list[list[int]]) -> None:
         """Move rows along cycles: one copy, one kernel."""

@@ -19,17 +19,18 @@ from numba_kv.batch.stats import BatchStats
 from numba_kv.batch.view import StepView
 from numba_kv.device.graph import is_capturing
 from numba_kv.errors import CapacityError, InputError, StateError
+from numba_kv.kernels.row_changes import lowest_free, note_change, write_resets
 from numba_kv.ledger.leases import LeasePlan, plan_leases
 from numba_kv.ledger.rows import RowLedger
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from numba_kv.batch.guard import CallGuard
     from numba_kv.batch.launches import DeviceCounts
     from numba_kv.cache.step_buffers import StepBuffers
     from numba_kv.device import Stream
     from numba_kv.device.graph import Graph
+    from numba_kv.device.guard import CallGuard
 
 __all__ = ["Stepper"]
 
@@ -59,6 +60,7 @@ class Stepper:
         self._even = EvenSteps(rows)
         self._layout = np.zeros(rows, np.int64)  # counts that the device's layout says now
         self._layout_tokens = 0  # tokens of that layout
+        self._changes = np.zeros(rows, np.int8)  # what `lowest_free` marks
         self._last = np.zeros(rows, np.int64)  # most tokens that each row's last step appended
 
     # -- composition ---------------------------------------------------------------------------------------------
@@ -66,25 +68,27 @@ class Stepper:
     def update(self, leaving: list[int], prompts: list[int]) -> list[int]:
         """Empty rows and start sequences in the lowest free ones; return the rows of the new sequences."""
         self.begin()
-        ledger = self.ledger
-        left = np.array(leaving, np.int64)
-        joining = ledger.peek_rows(len(prompts), left)
-        changes = np.zeros(self._rows, np.int8)  # 1: the row becomes empty, 2: a sequence starts in it
-        changes[left] = 1
-        changes[joining] = 2
-        rows = np.flatnonzero(changes)
-        rings = ledger.rings[1][rows] if len(ledger.rings) == 2 else np.hstack([ring[rows] for ring in ledger.rings])
-        block = EditBlock()
-        block.set_resets(rows, changes[rows] == 2, ledger.leased[rows], ledger.lo[rows], ledger.hi[rows], rings)
-        self._send(block)
+        ledger, pool = self.ledger, self.ledger.pool
+        left, joining = np.array(leaving, np.int64), np.empty(len(prompts), np.int64)
+        records = lowest_free(ledger.live, self._changes, left, joining)
+        words = self.launches.acquire()
+        num_words = write_resets(words, self._changes, records, ledger.leased, ledger.lo, ledger.hi, ledger.ring_pages)
+        self._start_change()
+        before = self.device.bytes_to_device
+        self.launches.send(num_words, records)
+        self._count(before)
         self.stats.rotated_pages += int(ledger.mapped_begin[1:, left].sum())
-        ledger.retire(left)
-        ledger.admit(joining, np.array(prompts, np.int64))
-        self._last[rows] = 0
-        self._layout[rows] = -1  # the device's counts of these rows are 0 now: the next step sends its layout
+        tokens = np.array(prompts, np.int64)
+        top = pool.free_pages
+        top = note_change(left, joining, tokens, ledger.admitted, ledger.live, ledger.numbers, ledger.pages, pool.stack, top)
+        ledger.note_change(len(left), len(joining), top)
+        changed = self._changes != 0
+        self._last[changed] = 0
+        self._layout[changed] = -1  # the device's counts of these rows are 0 now: the next step sends its layout
         self.stats.retired += len(left)
         self.stats.admitted += len(joining)
-        return [int(row) for row in joining]
+        rows: list[int] = joining.tolist()
+        return rows
 
     def permute(self, sources: NDArray[np.int64]) -> None:
         """Make row i what row ``sources[i]`` was."""
@@ -269,7 +273,8 @@ class Stepper:
         """Return the tokens of `steps` steps, at most what fits the rows."""
         room = self.plan.config.max_kv_cache_capacity - self.ledger.hi
         size = np.maximum(counts, 1)
-        return np.minimum(counts * steps, np.maximum(room, 0) // size * counts)
+        tokens: NDArray[np.int64] = np.minimum(counts * steps, np.maximum(room, 0) // size * counts)
+        return tokens
 
     def _is_short(self, tokens: NDArray[np.int64]) -> bool:
         try:

@@ -1,6 +1,7 @@
 """The device's copy of a page table, and how entries get there.
 
-Knows memory, staging and the order of writes. Does not know what the entries mean or which of them have changed.
+Knows memory, staging and the order of writes. Does not know what the entries mean, which of them have changed, or who calls
+at the same time.
 """
 
 from __future__ import annotations
@@ -65,26 +66,33 @@ class DeviceTable:
         self.tensor = tensor
         self.was_written = False
         self._staging: Staging | None = None
-        self._last = device.stream  # wrote last ...
-        self._event: Event | None = None  # ... and, if it is not the device's own stream, when
+        self._event: Event | None = None  # after the last write; None if that is on the device's own stream, or before it
 
     def send(self, entries: NDArray[np.int32], ranges: list[tuple[int, int]], stream: object | None) -> None:
         """Copy (first, count) ranges of the host's entries to the same places. Stream: enqueues a copy a range."""
-        with self._device.active():
-            staging, source = self._staging_of_table(), entries.reshape(-1)
-            block = staging.acquire()
-            for first, count in ranges:
-                block[first : first + count] = source[first : first + count]
-            resolved = self._enter(stream)
-            staging.send([(first, count, self.tensor, first) for first, count in ranges], resolved)
-            self._leave(resolved)
+        staging, source = self._staging_of_table(), entries.reshape(-1)
+        block = staging.acquire()
+        for first, count in ranges:
+            block[first : first + count] = source[first : first + count]
+        resolved = self._enter(stream)
+        staging.send([(first, count, self.tensor, first) for first, count in ranges], resolved)
+        self._leave(resolved)
 
     def clear(self, stream: object | None) -> None:
         """Set every entry to -1. Stream: enqueues."""
-        with self._device.active():
-            resolved = self._enter(stream)
-            self._device.fill(self.tensor, -1, resolved)
-            self._leave(resolved)
+        resolved = self._enter(stream)
+        self._device.fill(self.tensor, -1, resolved)
+        self._leave(resolved)
+
+    def join(self, stream: Stream) -> None:
+        """Put later work on `stream` behind the last write. Stream: enqueues a wait, unless the order is there already."""
+        own = self._device.stream
+        if self._event is not None:
+            stream.wait(self._event)
+            if stream.handle == own.handle:  # from here on the device's own stream stands for the last write
+                self._event = None
+        elif stream.handle != own.handle:
+            stream.wait(own.record())
 
     def resolve(self, stream: object | None) -> Stream:
         """Return `stream` as a stream of the device; None is the device's own."""
@@ -95,8 +103,7 @@ class DeviceTable:
         if self._staging is not None:
             self._staging.close()
         if self._memory is not None:
-            if self._event is not None:  # the free is ordered on the device's own stream
-                self._device.stream.wait(self._event)
+            self.join(self._device.stream)  # the free is ordered there
             self._memory.close(self._device.stream)
 
     def _staging_of_table(self) -> Staging:
@@ -109,14 +116,12 @@ class DeviceTable:
     def _enter(self, stream: object | None) -> Stream:
         """Return the stream to write on, behind the last write and behind the allocation."""
         resolved = self.resolve(stream)
-        if resolved.handle != self._last.handle:
-            resolved.wait(self._device.stream.record() if self._event is None else self._event)
+        self.join(resolved)
         return resolved
 
     def _leave(self, stream: Stream) -> None:
         # The device's own stream outlives the table, so its event is recorded only if another stream ever needs it.
         self._event = None if stream.handle == self._device.stream.handle else stream.record()
-        self._last = stream
         self.was_written = True
 
 

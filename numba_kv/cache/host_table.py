@@ -38,10 +38,11 @@ def check_integer(argument: str, value: object, low: int, high: int, hint: str =
         Otherwise.
     """
     try:
-        number = index(value)  # type: ignore[arg-type]
+        # NumPy before 2.4 takes its bool for an index, with a warning.
+        number = None if isinstance(value, (bool, np.bool_)) else index(value)  # type: ignore[arg-type]
     except TypeError:
         number = None
-    if number is None or isinstance(value, (bool, np.bool_)):
+    if number is None:
         raise InputError(f"{argument}: {value!r} is not an integer")
     if not low <= number <= high:
         raise InputError(f"{argument}: {number} is not in {f'{low}..{high}' if low <= high else 'an empty range'}{hint}")

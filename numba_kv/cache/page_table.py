@@ -15,6 +15,7 @@ from numba_kv.cache.device_table import DeviceTable, runs_of
 from numba_kv.cache.host_table import HostTable, check_integer
 from numba_kv.cache.row_gather import RowGather
 from numba_kv.device import Device, Tensor
+from numba_kv.device.guard import CallGuard
 from numba_kv.errors import InputError, InvariantError, StateError
 from numba_kv.geometry import INT32_MAX, MAX_POOL_PAGES
 
@@ -31,6 +32,8 @@ class KVPageTable:
     The host is the authority; the device copy changes only in `upload` and `upload_dirty`. The first of either sends
     the whole state, whatever was set and cleared before. A page may be live in several slots, but only once in a slot (the
     reference checks that in sparse mode alone; a row that holds a page twice overwrites its own keys in any mode).
+
+    Calls work from any thread, one at a time: a call during another one raises StateError and changes nothing.
 
     Parameters
     ----------
@@ -94,7 +97,8 @@ class KVPageTable:
         self._gather = RowGather(self._copy.tensor)
         self._is_identity = False
         self._owner: str | None = None
-        self._is_closed = False
+        self._device = device
+        self._guard = CallGuard(device, name, poisons=False)  # rows count as sent only once their copies are enqueued
         self.last_upload_entries = 0
         self.last_upload_ranges = 0
 
@@ -128,7 +132,7 @@ class KVPageTable:
     @property
     def tensor(self) -> Tensor:
         """The copy on the device, int32 ``[max_batch, 2, L]``; its address never changes. Undefined before the first upload."""
-        self._check_open()
+        self._guard.check_open()
         return self._copy.tensor
 
     @property
@@ -144,7 +148,7 @@ class KVPageTable:
     @property
     def host_entries(self) -> NDArray[np.int32]:
         """Both halves on the host, int32 ``[max_batch, 2, L]``: a read-only view that follows later changes."""
-        self._check_open()
+        self._guard.check_open()
         view: NDArray[np.int32] = self._host.entries.view()
         view.flags.writeable = False
         return view
@@ -163,9 +167,10 @@ class KVPageTable:
         InputError
             If the pool has fewer than ``max_batch * w`` pages that are not reserved.
         """
-        self._check_host_owned("set_identity")
-        self._host.set_identity()
-        self._is_identity = True
+        with self._guard.host:
+            self._check_host_owned("set_identity")
+            self._host.set_identity()
+            self._is_identity = True
 
     def set_row(self, slot: int, ids: Sequence[int] | NDArray[np.integer[Any]]) -> None:
         """Map the first ``len(ids)`` logical pages of a slot and unmap the rest.
@@ -176,8 +181,7 @@ class KVPageTable:
             If the slot or an id is out of range, there are more than w ids, or a page is given twice. -1 is an id in sparse
             mode only.
         """
-        self._check_host_owned("set_row")
-        self.set_rows([(slot, ids)])
+        self._set_rows("set_row", [(slot, ids)])
 
     def set_rows(self, rows: Iterable[tuple[int, Sequence[int] | NDArray[np.integer[Any]]]]) -> None:
         """Do `set_row` for pairs (slot, ids), all or none; no ids clear a slot.
@@ -187,9 +191,7 @@ class KVPageTable:
         InputError
             As `set_row`, or if a slot is given twice.
         """
-        self._check_host_owned("set_rows")
-        self._host.set_rows(rows)
-        self._is_identity = False
+        self._set_rows("set_rows", rows)
 
     def set_entry(self, slot: int, logical: int, page: int) -> None:
         """Map one logical page. A hole that this leaves in a dense row is refused by the next upload.
@@ -199,9 +201,10 @@ class KVPageTable:
         InputError
             If an index or the page is out of range, or the page is live elsewhere in the slot.
         """
-        self._check_host_owned("set_entry")
-        self._host.set_entry(slot, logical, page)
-        self._is_identity = False
+        with self._guard.host:
+            self._check_host_owned("set_entry")
+            self._host.set_entry(slot, logical, page)
+            self._is_identity = False
 
     def clear_entry(self, slot: int, logical: int) -> None:
         """Unmap one logical page, if it is mapped.
@@ -211,9 +214,10 @@ class KVPageTable:
         InputError
             If an index is out of range.
         """
-        self._check_host_owned("clear_entry")
-        self._host.clear_entry(slot, logical)
-        self._is_identity = False
+        with self._guard.host:
+            self._check_host_owned("clear_entry")
+            self._host.clear_entry(slot, logical)
+            self._is_identity = False
 
     def check_invariants(self) -> None:
         """Check every entry on the host.
@@ -223,8 +227,8 @@ class KVPageTable:
         InvariantError
             For the first violation, with its slot and logical page.
         """
-        self._check_open()
-        self._check(None)
+        with self._guard.host:
+            self._check(None)
 
     # -- uploads
 
@@ -243,17 +247,18 @@ class KVPageTable:
 
         Stream: enqueues on `stream` (default: the device's own), behind earlier uploads on other streams.
         """
-        self._check_host_owned("upload")
-        slots = self._host.changed_slots() if self._copy.was_written else np.arange(self._max_batch)
-        if not slots.size:
-            return False
-        self._check(slots)  # the other rows passed when they were sent, and have not changed
-        pitch = 2 * self._host.stored_width
-        runs = runs_of(slots)
-        self._copy.send(self._host.entries, [(first * pitch, count * pitch) for first, count in runs], stream)
-        self._host.mark_uploaded(slots)
-        self.last_upload_entries, self.last_upload_ranges = slots.size * pitch, len(runs)
-        return True
+        with self._guard:
+            self._check_host_owned("upload")
+            slots = self._host.changed_slots() if self._copy.was_written else np.arange(self._max_batch)
+            if not slots.size:
+                return False
+            self._check(slots)  # the other rows passed when they were sent, and have not changed
+            pitch = 2 * self._host.stored_width
+            runs = runs_of(slots)
+            self._copy.send(self._host.entries, [(first * pitch, count * pitch) for first, count in runs], stream)
+            self._host.mark_uploaded(slots)
+            self.last_upload_entries, self.last_upload_ranges = slots.size * pitch, len(runs)
+            return True
 
     def upload_dirty(self, stream: object | None = None) -> bool:
         """Send exactly the entries that changed since the last upload; the first time on top of a table of -1.
@@ -272,23 +277,24 @@ class KVPageTable:
 
         Stream: enqueues on `stream` (default: the device's own), behind earlier uploads on other streams.
         """
-        self._check_host_owned("upload_dirty")
-        slots = self._host.changed_slots()
-        if self._mode == "dense":
-            self._check(slots)
-        is_first = not self._copy.was_written
-        if not is_first and not slots.size:
-            self.last_upload_entries = self.last_upload_ranges = 0
-            return False
-        entries = self._host.changed_entries()
-        ranges = runs_of(entries)
-        if is_first:
-            self._copy.clear(stream)
-        if ranges:
-            self._copy.send(self._host.entries, ranges, stream)
-        self._host.mark_uploaded(slots)
-        self.last_upload_entries, self.last_upload_ranges = entries.size, len(ranges)
-        return True
+        with self._guard:
+            self._check_host_owned("upload_dirty")
+            slots = self._host.changed_slots()
+            if self._mode == "dense":
+                self._check(slots)
+            is_first = not self._copy.was_written
+            if not is_first and not slots.size:
+                self.last_upload_entries = self.last_upload_ranges = 0
+                return False
+            entries = self._host.changed_entries()
+            ranges = runs_of(entries)
+            if is_first:
+                self._copy.clear(stream)
+            if ranges:
+                self._copy.send(self._host.entries, ranges, stream)
+            self._host.mark_uploaded(slots)
+            self.last_upload_entries, self.last_upload_ranges = entries.size, len(ranges)
+            return True
 
     def gather_rows(self, destination: Tensor, slots: Tensor, num_rows: int, stream: object | None = None) -> Tensor:
         """Build the table of an execution batch on the device: row r becomes this table's row ``slots[r]``.
@@ -315,11 +321,24 @@ class KVPageTable:
             If an argument does not fit, or `destination` overlaps what is read.
 
         Stream: enqueues one kernel and waits for nothing, so that it can be captured; on another stream than the last
-        upload's the caller orders the two.
+        upload's the caller orders the two (`join`).
         """
-        self._check_open()
-        rows = check_integer("num_rows", num_rows, 0, self._max_batch)
-        return self._gather(destination, slots, rows, self._copy.resolve(stream))
+        with self._guard:
+            rows = check_integer("num_rows", num_rows, 0, self._max_batch)
+            return self._gather(destination, slots, rows, self._copy.resolve(stream))
+
+    def join(self, stream: object | None = None) -> None:
+        """Put later work on a stream behind the last upload, whatever stream that was on.
+
+        Parameters
+        ----------
+        stream : stream, optional
+            Default: the device's own.
+
+        Stream: enqueues a wait on `stream`; the host does not wait.
+        """
+        with self._guard:
+            self._copy.join(self._copy.resolve(stream))
 
     # -- ownership
 
@@ -331,12 +350,15 @@ class KVPageTable:
         StateError
             If the table is lent already.
 
-        Stream: host only; the device copy is left as it is for `owner` to overwrite.
+        Stream: makes the device's own stream wait for an upload on another one; the device copy is left as it is for `owner` to
+        overwrite.
         """
-        self._check_host_owned("lend")
-        self._host.clear()
-        self._is_identity = False
-        self._owner = str(owner)
+        with self._guard:
+            self._check_host_owned("lend")
+            self._copy.join(self._device.stream)
+            self._host.clear()
+            self._is_identity = False
+            self._owner = str(owner)
 
     def give_back(self, stream: object | None = None) -> None:
         """Make the table the host's again, with nothing mapped on either side.
@@ -348,35 +370,40 @@ class KVPageTable:
 
         Stream: enqueues a fill of the device copy with -1 on `stream` (default: the device's own).
         """
-        self._check_open()
-        if self._owner is None:
-            raise StateError(f"give_back: {self._name} is not lent")
-        self._copy.clear(stream)
-        self._host.clear()
-        self._owner = None
+        with self._guard:
+            if self._owner is None:
+                raise StateError(f"give_back: {self._name} is not lent")
+            self._copy.clear(stream)
+            self._host.clear()
+            self._owner = None
 
     def close(self) -> None:
         """Give back the staging memory and, if it is the table's own, the device memory. A second call does nothing.
 
+        Raises
+        ------
+        StateError
+            If a call is running in another thread.
+
         Stream: waits for uploads in flight; the device memory is freed in the order of the device's own stream.
         """
-        if self._is_closed:
-            return
-        self._is_closed = True
-        self._gather.close()
-        self._copy.close()
+        if self._guard.close():
+            with self._device.active():
+                self._gather.close()
+                self._copy.close()
 
     def __repr__(self) -> str:
         return f"KVPageTable({self._name!r}, {self._mode}, [{self._max_batch}, 2, {self._width}], num_pages={self._num_pages})"
 
     # -- pieces
 
-    def _check_open(self) -> None:
-        if self._is_closed:
-            raise StateError(f"{self._name} is closed")
+    def _set_rows(self, call: str, rows: Iterable[tuple[int, Sequence[int] | NDArray[np.integer[Any]]]]) -> None:
+        with self._guard.host:
+            self._check_host_owned(call)
+            self._host.set_rows(rows)
+            self._is_identity = False
 
     def _check_host_owned(self, call: str) -> None:
-        self._check_open()
         if self._owner is not None:
             raise StateError(f"{call}: {self._name} is lent to {self._owner}, which writes it on the device until it is closed")
 

@@ -6,10 +6,11 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from numba_kv.device.device import Device
+from numba_kv.device.driver import check_driver, raise_allocation_error
 from numba_kv.device.graph import CudaGraph, Graph
 from numba_kv.device.memory import Memory, pinned_memory
 from numba_kv.device.stream import CudaStream, Stream, stream_handle
-from numba_kv.errors import CapacityError, DeviceError, InputError, InteropError, StateError
+from numba_kv.errors import InputError, InteropError, StateError
 
 if TYPE_CHECKING:
     from numba_kv.device.tensor import Tensor
@@ -17,16 +18,11 @@ if TYPE_CHECKING:
 __all__ = ["CudaDevice", "check_driver"]
 
 
-def check_driver(result: Any, what: str) -> Any:
-    """Return the values of a driver call's `(status, *values)`; raise DeviceError if it failed."""
-    status, *values = result
-    if int(status):
-        raise DeviceError(f"{what}: the driver reports {status.name}")
-    return values[0] if len(values) == 1 else tuple(values)
-
-
 class CudaDevice(Device):
-    """One GPU through cuda.core."""
+    """One GPU through cuda.core.
+
+    Every method works from any thread, whatever device is current there, and leaves that device current.
+    """
 
     def __init__(self, ordinal: int, stream: object | None = None) -> None:
         super().__init__()
@@ -36,13 +32,17 @@ class CudaDevice(Device):
         self.target = "cuda"
         self.ordinal = ordinal
         self._driver: Any = driver
-        before = check_driver(driver.cuCtxGetCurrent(), "current context")
         self.native = NativeDevice(ordinal)
-        self.native.set_current()
-        self._context = int(check_driver(driver.cuCtxGetCurrent(), "current context"))
-        self.stream = self.as_stream(stream)
-        if int(before):  # the caller's own choice stays; without one, ours is as good as any
-            check_driver(driver.cuCtxSetCurrent(before), "restoring the current device")
+        before = check_driver(driver.cuCtxGetCurrent(), "current context")
+        made = False
+        try:
+            self.native.set_current()
+            self._context = int(check_driver(driver.cuCtxGetCurrent(), "current context"))
+            self.stream = self.as_stream(stream)
+            made = True
+        finally:
+            if int(before) or not made:  # the caller's own choice stays; without one, a new device is as good as any
+                check_driver(driver.cuCtxSetCurrent(before), "restoring the current device")
 
     @property
     def compute_capability(self) -> tuple[int, int]:
@@ -65,62 +65,79 @@ class CudaDevice(Device):
 
     def allocate(self, nbytes: int) -> Memory:
         """Return zeroed device memory. Stream: allocation and zeroing are ordered on `stream`."""
-        from cuda.bindings import driver
-        from cuda.core._utils.cuda_utils import CUDAError
-
-        entered = self.enter()
-        try:
-            buffer = self.native.allocate(nbytes, stream=self.stream.native)  # type: ignore[attr-defined]
-        except CUDAError as error:
-            free = int(check_driver(driver.cuMemGetInfo(), "memory query")[0])
-            raise CapacityError(
-                f"device memory: {nbytes} bytes are wanted, {free} free on device {self.ordinal} ({error})",
-                needed=nbytes,
-                free=free,
-            ) from error
-        else:
+        driver, stream = self._driver, self.stream
+        with self.active():
+            try:
+                buffer = self.native.allocate(nbytes, stream=stream.native)  # type: ignore[attr-defined]
+            except Exception as error:
+                raise_allocation_error(error, f"memory of device {self.ordinal}", nbytes, self._free_nbytes)
+                raise
             memory = Memory(int(buffer.handle), nbytes, None, buffer, self.memory)
-            stream = self.stream.driver_stream  # type: ignore[attr-defined]
-            check_driver(driver.cuMemsetD8Async(memory.address, 0, nbytes, stream), "zeroing new memory")
+            zeroing = driver.cuMemsetD8Async(memory.address, 0, nbytes, stream.driver_stream)  # type: ignore[attr-defined]
+            check_driver(zeroing, "zeroing new memory")
             return memory
-        finally:
-            if entered:
-                self.leave()
 
     def allocate_staging(self, nbytes: int) -> Memory:
         """Return page-locked host memory."""
-        return pinned_memory(nbytes, self.stream, self.pinned)
+        with self.active():
+            try:
+                return pinned_memory(nbytes, self, self.pinned)
+            except Exception as error:
+                raise_allocation_error(error, "page-locked host memory", nbytes, lambda: 0)  # nobody says how much is left
+                raise
+
+    def _free_nbytes(self) -> int:
+        return int(check_driver(self._driver.cuMemGetInfo(), "memory query")[0])
+
+    def foreign_place(self, address: int) -> str | None:
+        """Return where `address` lies, in words, if that is not in this device's memory; managed memory is everybody's."""
+        driver = self._driver
+        attribute = driver.CUpointer_attribute
+        with self.active():
+            status, kind = driver.cuPointerGetAttribute(attribute.CU_POINTER_ATTRIBUTE_MEMORY_TYPE, address)
+            if status == driver.CUresult.CUDA_ERROR_INVALID_VALUE:
+                return "memory that the driver does not know"
+            check_driver((status,), "memory type of a pointer")
+            ordinal = driver.cuPointerGetAttribute(attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL, address)
+            number = int(check_driver(ordinal, "device of a pointer"))
+            on_device = int(kind) == int(driver.CUmemorytype.CU_MEMORYTYPE_DEVICE)
+            if on_device and number == self.ordinal:
+                return None
+            managed = driver.cuPointerGetAttribute(attribute.CU_POINTER_ATTRIBUTE_IS_MANAGED, address)
+            if check_driver(managed, "kind of a pointer"):
+                return None
+        return f"the memory of device {number}" if on_device else "host memory"
 
     def as_stream(self, stream: object | None) -> Stream:
         """Return `stream` (cuda.core, `__cuda_stream__`, torch, CuPy, non-zero int) as a CudaStream; None creates one."""
         from cuda.core import Stream as NativeStream
 
-        if stream is None:
-            return CudaStream(self.native.create_stream(), owns=True)
         if isinstance(stream, CudaStream):
             return stream
-        if isinstance(stream, NativeStream):
-            return CudaStream(stream, owns=False, owner=stream)
-        handle = stream_handle(stream)
-        if handle == 0:
-            raise InputError(
-                "stream: 0 is the legacy default stream, which orders nothing with other streams; pass a stream or None"
-            )
-        return CudaStream(NativeStream.from_handle(handle), owns=False, owner=stream)
+        with self.active():
+            if stream is None:
+                return CudaStream(self.native.create_stream(), self, owns=True)
+            if isinstance(stream, NativeStream):
+                return CudaStream(stream, self, owns=False, owner=stream)
+            handle = stream_handle(stream)
+            if handle == 0:
+                raise InputError(
+                    "stream: 0 is the legacy default stream, which orders nothing with other streams; pass a stream or None"
+                )
+            return CudaStream(NativeStream.from_handle(handle), self, owns=False, owner=stream)
 
     def as_capturing_stream(self, stream: object) -> Stream:
         """Return `stream`; no driver object is made, so that a capture is not disturbed."""
-        from cuda.bindings import driver
-
-        handle = stream_handle(stream)
+        driver, handle = self._driver, stream_handle(stream)
         if handle == self.stream.handle:
             return self.stream
-        status = check_driver(driver.cuStreamIsCapturing(driver.CUstream(handle)), "capture query")
+        with self.active():
+            status = check_driver(driver.cuStreamIsCapturing(driver.CUstream(handle)), "capture query")
         if status != driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_ACTIVE:
             raise StateError(
                 f"stream: 0x{handle:x} is neither the resources' stream nor being captured; hand_over() moves the resources"
             )
-        return CudaStream.of_address(handle, stream)
+        return CudaStream.of_address(handle, self, stream)
 
     def capture(self, work: Callable[[Stream], None]) -> Graph:
         """Capture through cuda.core's graph builder."""
@@ -128,22 +145,21 @@ class CudaDevice(Device):
 
     def copy_to_device(self, destination: int, source: int, nbytes: int, stream: Stream) -> None:
         """Enqueue a copy; page-locked sources must not change before it has run."""
-        from cuda.bindings import driver
-
-        check_driver(driver.cuMemcpyHtoDAsync(destination, source, nbytes, stream.driver_stream), "copy to the device")  # type: ignore[attr-defined]
+        with self.active():
+            copy = self._driver.cuMemcpyHtoDAsync(destination, source, nbytes, stream.driver_stream)  # type: ignore[attr-defined]
+            check_driver(copy, "copy to the device")
         self.bytes_to_device += nbytes
 
     def copy_to_host(self, destination: int, source: int, nbytes: int, stream: Stream) -> None:
         """Copy and wait."""
-        from cuda.bindings import driver
-
-        check_driver(driver.cuMemcpyDtoHAsync(destination, source, nbytes, stream.driver_stream), "copy to the host")  # type: ignore[attr-defined]
-        stream.synchronize()
+        with self.active():
+            copy = self._driver.cuMemcpyDtoHAsync(destination, source, nbytes, stream.driver_stream)  # type: ignore[attr-defined]
+            check_driver(copy, "copy to the host")
+            stream.synchronize()
 
     def _fill_bits(self, tensor: Tensor, pattern: int, stream: Stream) -> None:
         """Enqueue a memset."""
-        from cuda.bindings import driver
-
+        driver = self._driver
         calls = {1: driver.cuMemsetD8Async, 2: driver.cuMemsetD16Async, 4: driver.cuMemsetD32Async}
         call = calls[tensor.dtype.itemsize]
         with self.active():
@@ -153,23 +169,25 @@ class CudaDevice(Device):
         """Make a consumer's stream wait: DLPack numbers 1 and 2 are the default streams, -1 asks for no order."""
         if stream == -1:
             return
-        from cuda.core import LEGACY_DEFAULT_STREAM, PER_THREAD_DEFAULT_STREAM, Stream as NativeStream
-
-        if stream is None or stream == 1:
-            consumer = LEGACY_DEFAULT_STREAM
-        elif stream == 2:
-            consumer = PER_THREAD_DEFAULT_STREAM
-        else:
-            handle = stream_handle(stream)
-            if handle == 0:
-                raise InteropError(
-                    "stream: DLPack gives 0 no meaning on CUDA; 1 is the legacy default stream, 2 the per-thread one"
-                )
-            if handle == self.stream.handle:
-                return
-            consumer = NativeStream.from_handle(handle)
+        handle = 1 if stream is None else stream_handle(stream)  # 1 and 2 are the driver's own names of these streams too
+        if handle == 0:
+            raise InteropError(
+                "stream: DLPack gives 0 no meaning on CUDA; 1 is the legacy default stream, 2 the per-thread one"
+            )
+        if handle == self.stream.handle:
+            return
+        driver = self._driver
+        consumer = driver.CUstream(handle)
         with self.active():
-            status, capture = self._driver.cuStreamIsCapturing(self._driver.CUstream(int(consumer.handle)))
-            idle = self._driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE
-            if not status and capture == idle:  # a capture may not wait for work outside it
-                consumer.wait(self.stream.record().native)
+            if self._is_captured(consumer):
+                return  # a capture may not wait for work outside it; its owner orders the graph
+            event = self.stream.record().native
+            check_driver(driver.cuStreamWaitEvent(consumer, event.handle, 0), "ordering the consumer's stream")
+
+    def _is_captured(self, stream: Any) -> bool:
+        """Return whether the driver says that waiting on `stream` would disturb a capture; False if it cannot tell."""
+        driver = self._driver
+        status, *found = driver.cuStreamIsCapturing(stream)
+        if int(status):  # IMPLICIT: the legacy stream, while a stream that waits for it is being captured
+            return bool(status == driver.CUresult.CUDA_ERROR_STREAM_CAPTURE_IMPLICIT)
+        return bool(found[0] != driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE)

@@ -210,7 +210,8 @@ def create_device(target: str | None = None, ordinal: int = 0, stream: object | 
     if name == "cuda":
         from cuda.bindings import driver
 
-        from numba_kv.device.cuda_device import CudaDevice, check_driver
+        from numba_kv.device.cuda_device import CudaDevice
+        from numba_kv.device.driver import check_driver
 
         count = check_driver(driver.cuDeviceGetCount(), "device count")
         if ordinal >= count:

@@ -68,7 +68,9 @@ _Py_IncRef = ctypes.PYFUNCTYPE(None, ctypes.py_object)(("Py_IncRef", ctypes.pyth
 _Deleter = ctypes.CFUNCTYPE(None, ctypes.POINTER(_Managed))
 _Managed._fields_ = (("tensor", _DLTensor), ("context", ctypes.c_void_p), ("deleter", _Deleter))
 
-#: Exported tensors by the address of their record: alive until the consumer calls the deleter.
+#: Exported tensors by the address of their record: alive until the consumer calls the deleter. This belongs to the process,
+#: not to a device: a consumer holds nothing but that address, may outlive every object here, and calls back on any thread.
+#: An entry is added once and taken out once, each by one dict operation, which the interpreter does whole.
 _exported: dict[int, tuple[_Managed, Any, Any, Tensor]] = {}
 
 

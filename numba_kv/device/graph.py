@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+from numba_kv.device.driver import check_driver
 from numba_kv.device.stream import CudaStream, Stream
 from numba_kv.errors import StateError
 
@@ -21,9 +22,8 @@ def is_capturing(stream: Stream) -> bool:
         return False
     from cuda.bindings import driver
 
-    from numba_kv.device.cuda_device import check_driver
-
-    status = check_driver(driver.cuStreamIsCapturing(stream.driver_stream), "capture query")
+    with stream.active():
+        status = check_driver(driver.cuStreamIsCapturing(stream.driver_stream), "capture query")
     return bool(status != driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE)
 
 
@@ -72,26 +72,30 @@ class CudaGraph(Graph):
     """Graph of the `cuda` target, captured through cuda.core."""
 
     def __init__(self, device: CudaDevice, work: Callable[[Stream], None]) -> None:
-        builder = device.native.create_graph_builder()
-        builder.begin_building("thread_local")
-        try:
-            work(CudaStream(builder.stream, owns=False, owner=builder))
-        except BaseException:
-            with suppress(Exception):  # a capture that the driver gave up ends with an error of its own
-                builder.end_building()
+        self._device = device
+        with device.active():
+            builder = device.native.create_graph_builder()
+            builder.begin_building("thread_local")
+            try:
+                work(CudaStream(builder.stream, device, owns=False, owner=builder))
+            except BaseException:
+                with suppress(Exception):  # a capture that the driver gave up ends with an error of its own
+                    builder.end_building()
+                builder.close()
+                raise
+            self._graph: Any = builder.end_building().complete()
             builder.close()
-            raise
-        self._graph: Any = builder.end_building().complete()
-        builder.close()
 
     def launch(self, stream: Stream) -> None:
         """Enqueue the graph."""
         if self.is_closed:
             raise StateError("the graph is closed")
-        self._graph.launch(stream.native)  # type: ignore[attr-defined]
+        with self._device.active():
+            self._graph.launch(stream.native)  # type: ignore[attr-defined]
 
     def close(self) -> None:
         """Destroy the graph."""
         if not self.is_closed:
             self.is_closed = True
-            self._graph.close()
+            with self._device.active():
+                self._graph.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from typing import TYPE_CHECKING, Any
 
+from numba_kv.device.cuda_device import CudaDevice
 from numba_kv.device.memory import Memory, MemoryStats
 from numba_kv.device.tensor import Tensor
 from numba_kv.dtypes import dtype
@@ -32,7 +33,8 @@ def as_tensor(device: Device, value: Any, name: str) -> Tensor:
     Raises
     ------
     InteropError
-        If it is not such an array, or of an element type that the library does not know.
+        If it is not such an array, lies elsewhere than on the device, or is of an element type or byte order that the library
+        does not know.
 
     Stream: orders nothing; the array must be written on the resources' stream, or that stream be made to wait.
     """
@@ -61,6 +63,10 @@ def _from_interface(device: Device, owner: Any, interface: dict[str, Any], name:
 
     # ml_dtypes arrays state an opaque type in their interface; the array itself knows better
     found = owner.dtype if isinstance(owner, np.ndarray) else np.dtype(interface["typestr"])
+    if not found.isnative:  # its name does not tell
+        raise InteropError(
+            f"{name}: elements of type {found.str!r} have the other byte order; convert them to {found.newbyteorder('=').str!r}"
+        )
     try:
         kind = dtype(found.name)
     except ConfigError as error:
@@ -74,7 +80,11 @@ def _from_interface(device: Device, owner: Any, interface: dict[str, Any], name:
     reach = sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) + 1 if strides is not None else int(np.prod(shape))
     nbytes = max(0, reach) * kind.itemsize
     bytes_of = None
-    if device.target != "cuda":
+    if isinstance(device, CudaDevice):
+        place = device.foreign_place(address) if nbytes else None
+        if place is not None:
+            raise InteropError(f"{name}: the array lies in {place}, not in that of device {device.ordinal}; move it there")
+    else:
         bytes_of = np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address))
     memory = Memory(address, nbytes, bytes_of, owner, MemoryStats())
     return Tensor(memory, device, kind, shape, strides=strides)

@@ -11,11 +11,13 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from numba_kv.errors import CapacityError
+from numba_kv.errors import CapacityError, DeviceError
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
+
+    from numba_kv.device.cuda_device import CudaDevice
 
 __all__ = ["Memory", "MemoryStats", "host_memory", "pinned_memory"]
 
@@ -96,7 +98,8 @@ class Memory:
         if native is not None:
             self.array = None
             if stream is not None:
-                native.close(stream.native)
+                with stream.active():
+                    native.close(stream.native)
 
     def __del__(self) -> None:
         if not getattr(self, "is_closed", True):  # nobody closed it: its bytes go back with it
@@ -124,15 +127,34 @@ def host_memory(nbytes: int, stats: MemoryStats) -> Memory:
     return Memory(raw.ctypes.data, nbytes, raw, None, stats)
 
 
-def pinned_memory(nbytes: int, stream: Any, stats: MemoryStats) -> Memory:
-    """Return page-locked host memory of the current CUDA device (not zeroed)."""
+class _PinnedPages:
+    """Page-locked pages. They go back when the last array that shows them does, on whatever thread that is."""
+
+    def __init__(self, device: CudaDevice, nbytes: int) -> None:
+        from cuda.core import LegacyPinnedMemoryResource
+
+        self._device = device
+        self._buffer: Any = LegacyPinnedMemoryResource().allocate(nbytes, stream=device.stream.native)  # type: ignore[attr-defined]
+        self.address = int(self._buffer.handle)
+
+    def __del__(self) -> None:
+        buffer = getattr(self, "_buffer", None)
+        if buffer is None:  # they were never there
+            return
+        try:
+            with self._device.active():
+                buffer.close()
+        except DeviceError:  # the driver is gone, as when the process ends, and the pages with it
+            return
+
+
+def pinned_memory(nbytes: int, device: CudaDevice, stats: MemoryStats) -> Memory:
+    """Return page-locked host memory (not zeroed). The device is current."""
     import ctypes
 
     import numpy as np
-    from cuda.core import LegacyPinnedMemoryResource
 
-    buffer = LegacyPinnedMemoryResource().allocate(nbytes, stream=stream.native)
-    address = int(buffer.handle)
-    raw = (ctypes.c_uint8 * nbytes).from_address(address)
-    raw._owner = buffer  # type: ignore[attr-defined]  # the pages go back with the last array that shows them
-    return Memory(address, nbytes, np.ctypeslib.as_array(raw), None, stats)
+    pages = _PinnedPages(device, nbytes)
+    raw = (ctypes.c_uint8 * nbytes).from_address(pages.address)
+    raw._owner = pages  # type: ignore[attr-defined]
+    return Memory(pages.address, nbytes, np.ctypeslib.as_array(raw), None, stats)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from numba_kv.device.cuda_device import check_driver
+from numba_kv.device.driver import check_driver
 from numba_kv.errors import DeviceError
 
 if TYPE_CHECKING:

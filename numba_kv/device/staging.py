@@ -1,7 +1,7 @@
 """Staging: page-locked blocks through which the host sends small changes without waiting.
 
-Each block is guarded by an event: it is written again only after its last copy has run. When every block is in flight a
-new one is made, up to a limit, so that uploads back to back do not stall the host.
+Each block is guarded by an event: it is written again only after its last copy has run. Blocks are made in advance; only
+when all of them are in flight a new one is, up to a limit, so that uploads back to back do not stall the host.
 """
 
 from __future__ import annotations
@@ -43,17 +43,31 @@ class Staging:
         Words of a block.
     max_blocks : int
         Blocks after which a further upload waits for the oldest.
+    initial_blocks : int
+        Blocks that are made now: uploads of which at most so many are in flight never allocate.
+
+    Raises
+    ------
+    InputError
+        If a number is too small, or `initial_blocks` is more than `max_blocks`.
+    CapacityError
+        If the host has not enough memory.
+
+    Cost: ``4 * num_words`` page-locked bytes a block.
     """
 
-    def __init__(self, device: Device, num_words: int, max_blocks: int = 16) -> None:
+    def __init__(self, device: Device, num_words: int, max_blocks: int = 16, *, initial_blocks: int = 1) -> None:
         if num_words < 0 or max_blocks < 1:
             raise InputError(f"staging: {max_blocks} blocks of {num_words} words; at least 1 block of 0 words is wanted")
+        if not 1 <= initial_blocks <= max_blocks:
+            raise InputError(f"staging: initial_blocks {initial_blocks} is not in 1..{max_blocks} (max_blocks)")
         self._device = device
         self._num_words = num_words
         self._max_blocks = max_blocks
         self._blocks: list[_Block] = []
         self._next = 0
-        self._grow()
+        for _ in range(initial_blocks):
+            self._grow()
 
     @property
     def num_blocks(self) -> int:
@@ -68,7 +82,8 @@ class Staging:
         StateError
             After `close`.
 
-        Stream: host only, unless `max_blocks` copies are in flight; then it waits for the oldest.
+        Stream: host only, unless `max_blocks` copies are in flight; then it waits for the oldest. Cost: no allocation, unless
+        every block made so far is in flight.
         """
         block = self._current()
         if block.event is not None and not block.event.is_done:

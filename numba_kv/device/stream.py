@@ -7,37 +7,50 @@ the order that a program states.
 from __future__ import annotations
 
 import time
+from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from numba_kv.errors import InputError, StateError
+
+if TYPE_CHECKING:
+    from numba_kv.device.cuda_device import CudaDevice
 
 __all__ = ["CudaStream", "Event", "HostStream", "Stream", "stream_handle"]
 
 
 class Event:
-    """A point in a stream. Created by `Stream.record`; borrows nothing."""
+    """A point in a stream. Created by `Stream.record`; borrows nothing. Every method works from any thread."""
 
-    def __init__(self, native: Any = None) -> None:
+    def __init__(self, native: Any = None, device: CudaDevice | None = None) -> None:
         self.native = native
+        self._device = device
         self._host_time = time.perf_counter()
 
     @property
     def is_done(self) -> bool:
         """Whether the work before the event has finished (host only, does not wait)."""
-        return True if self.native is None else bool(self.native.is_done)
+        if self.native is None:
+            return True
+        with self._active():
+            return bool(self.native.is_done)
 
     def synchronize(self) -> None:
         """Wait until the work before the event has finished."""
         if self.native is not None:
-            self.native.sync()
+            with self._active():
+                self.native.sync()
 
     def microseconds_since(self, earlier: Event) -> float:
         """Return the time between two events that were recorded with ``timing=True``. Waits for this one."""
         if self.native is None or earlier.native is None:
             return (self._host_time - earlier._host_time) * 1e6
         self.synchronize()
-        return float(self.native - earlier.native) * 1e3
+        with self._active():
+            return float(self.native - earlier.native) * 1e3
+
+    def _active(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._device is None else self._device.active()
 
 
 class Stream:
@@ -86,48 +99,60 @@ class HostStream(Stream):
 
 
 class CudaStream(Stream):
-    """Stream of the `cuda` target. Owns the native stream only if it was created by the device."""
+    """Stream of the `cuda` target. Owns the native stream only if it was created by the device.
 
-    def __init__(self, native: Any, *, owns: bool, owner: object = None) -> None:
+    Every method works from any thread, whatever device is current there.
+    """
+
+    def __init__(self, native: Any, device: CudaDevice, *, owns: bool, owner: object = None) -> None:
         from cuda.bindings import driver
 
         self.native = native
         self.handle = int(native.handle)
         self.driver_stream = driver.CUstream(self.handle)
+        self._device = device
         self._owns = owns
         self._owner = owner  # a foreign stream lives as long as its own object
 
     @classmethod
-    def of_address(cls, handle: int, owner: object) -> CudaStream:
+    def of_address(cls, handle: int, device: CudaDevice, owner: object) -> CudaStream:
         """Return a stream that can only be launched on: no driver call is made for it."""
-        return cls(SimpleNamespace(handle=handle), owns=False, owner=owner)
+        return cls(SimpleNamespace(handle=handle), device, owns=False, owner=owner)
 
     def __cuda_stream__(self) -> tuple[int, int]:
         """Return the protocol's version and the stream address."""
         return (0, self.handle)
 
+    def active(self) -> AbstractContextManager[None]:
+        """Return a context in which the stream's device is current."""
+        return self._device.active()
+
     def record(self, *, timing: bool = False) -> Event:
         """Enqueue and return an event after all work enqueued so far."""
-        if not timing:
-            return Event(self.native.record())
-        from cuda.core import EventOptions
+        with self.active():
+            if not timing:
+                return Event(self.native.record(), self._device)
+            from cuda.core import EventOptions
 
-        return Event(self.native.record(options=EventOptions(timing_enabled=True)))
+            return Event(self.native.record(options=EventOptions(timing_enabled=True)), self._device)
 
     def wait(self, event: Event) -> None:
         """Make work enqueued from now on wait for `event`."""
         if event.native is not None:
-            self.native.wait(event.native)
+            with self.active():
+                self.native.wait(event.native)
 
     def synchronize(self) -> None:
         """Wait until all work enqueued so far has finished."""
-        self.native.sync()
+        with self.active():
+            self.native.sync()
 
     def close(self) -> None:
         """Destroy the native stream if it is owned."""
         if self._owns:
             self._owns = False
-            self.native.close()
+            with self.active():
+                self.native.close()
 
 
 def stream_handle(stream: object) -> int:

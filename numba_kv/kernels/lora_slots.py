@@ -23,10 +23,12 @@ CHUNK_WORDS = 4096
 def switch_adapter(item, lane, lanes, slots, adapter_ids, source, view):
     """Copy slot `source` over slot `view` (negative: do not), and write `source` to every entry of `adapter_ids`.
 
-    Item: `CHUNK_WORDS` words of a slot; the first one writes the ids too. Lanes share the words. Cost: a slot read and written. ::
+    Item: `CHUNK_WORDS` words of a slot; the first one writes the ids too. Lanes share the words. ::
 
         slots   | 0: zeros | 1 | ... | source | ... | view |
                                           `------------^
+
+    Cost: a slot read and written, which no row of the batch depends on.
     """
     if view >= 0:
         word = np.int64(item) * CHUNK_WORDS + lane

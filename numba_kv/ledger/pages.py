@@ -39,10 +39,9 @@ class PoolFigures:
 
 
 class PageIdPool:
-    """Free list of page ids: a stack of blocks, so that pages returned last are used first.
+    """Free list of page ids: a stack, so that pages returned last are used first.
 
-    Returning pages costs the same for one as for thousands: their block is put on the stack as it is. That every page is
-    free or owned, and once, is proven by `check`.
+    That every page is free or owned, and once, is proven by `check`; giving pages back only looks at their number.
 
     Parameters
     ----------
@@ -50,12 +49,17 @@ class PageIdPool:
         Ids 0 .. usable_pages - 1 can be owned.
     reserved_pages : int
         Ids behind them that nobody owns.
+
+    Attributes
+    ----------
+    stack : int32 [usable_pages]
+        The first `free_pages` are the free ids; the last of these is used first.
     """
 
     def __init__(self, usable_pages: int, reserved_pages: int) -> None:
         self.usable_pages = usable_pages
         self.free_pages = usable_pages
-        self._blocks = [np.arange(usable_pages, dtype=np.int32)]  # each is used from its front
+        self.stack = np.arange(usable_pages - 1, -1, -1, dtype=np.int32)
         self._reserved = reserved_pages
         self._peak = 0
 
@@ -70,13 +74,8 @@ class PageIdPool:
             raise InputError(f"pages: {count} are wanted; a count is not negative")
         if count > self.free_pages:
             raise CapacityError(f"pages: {count} are wanted, {self.free_pages} free", needed=count, free=self.free_pages)
-        found, left = [np.zeros(0, np.int32)], count
-        for block in reversed(self._blocks):
-            if not left:
-                break
-            found.append(block[:left])
-            left -= len(found[-1])
-        return np.concatenate(found)
+        ids: NDArray[np.int32] = self.stack[self.free_pages - count : self.free_pages][::-1].copy()
+        return ids
 
     def acquire(self, count: int) -> NDArray[np.int32]:
         """Take `count` pages; all or none.
@@ -88,29 +87,23 @@ class PageIdPool:
         InputError
             If `count` is negative.
         """
-        ids, left = self.peek(count), count
-        while left:
-            block = self._blocks.pop()
-            if len(block) > left:
-                self._blocks.append(block[left:])
-            left -= min(left, len(block))
+        ids = self.peek(count)
         self.free_pages -= count
         self._peak = max(self._peak, self.owned_pages)
         return ids
 
-    def release(self, *blocks: NDArray[np.int32]) -> None:
-        """Give blocks of pages back. They are copied; which pages they are is looked at by `check`, not here.
+    def release(self, ids: NDArray[np.int32]) -> None:
+        """Give pages back.
 
         Raises
         ------
         InvariantError
-            If more pages are given back than are owned; nothing is changed then.
+            If more are given back than are owned; nothing is changed then.
         """
-        count = sum(map(len, blocks))
-        if count > self.owned_pages:
-            raise InvariantError(f"pages: {count} are given back, {self.owned_pages} are owned")
-        self._blocks += [block.copy() for block in blocks if len(block)]
-        self.free_pages += count
+        if len(ids) > self.owned_pages:
+            raise InvariantError(f"pages: {len(ids)} are given back, {self.owned_pages} are owned")
+        self.stack[self.free_pages : self.free_pages + len(ids)] = ids
+        self.free_pages += len(ids)
 
     def figures(self) -> PoolFigures:
         """Return the counts."""
@@ -124,7 +117,7 @@ class PageIdPool:
         InvariantError
             Naming the first page that is lost or held twice.
         """
-        free = np.concatenate([np.zeros(0, np.int32), *self._blocks])
+        free = self.stack[: self.free_pages]
         for name, ids in (("held by a row", owned), ("in the free list", free)):
             if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < self.usable_pages:
                 page = int(ids.min()) if int(ids.min()) < 0 else int(ids.max())
@@ -133,5 +126,3 @@ class PageIdPool:
         if np.any(seen != 1):
             page = int(np.flatnonzero(seen != 1)[0])
             raise InvariantError(f"page {page} is accounted for {int(seen[page])} times, 1 expected")
-        if len(free) != self.free_pages:
-            raise InvariantError(f"{len(free)} pages are in the free list, {self.free_pages} are counted")

@@ -36,8 +36,10 @@ class RowLedger:
         Longest length since the row was last empty; end of what may not be rewritten.
     leased : int64 [B]
         Pages of the full group that the row holds; `pages[row, :leased]` are their ids.
-    rings : list of int32 [B, R]
-        Ring pages of each window group by row (entry 0 is empty).
+    ring_pages : int32 [B, ring pages of all groups]
+        Ring pages of each row; `rings` is a view [B, R] of it for each group (entry 0 is empty).
+    numbers : int64 [7 + G, B]
+        The arrays above and below, one a line: generation and prompt, then what an empty row has 0 of.
     free_rows, peak_rows, admitted : int
         Rows without a sequence; most rows ever in use; sequences admitted so far.
     is_exact : bool
@@ -51,11 +53,15 @@ class RowLedger:
         full = plan.groups[0]
         self.plan = plan
         self.live = np.zeros(rows, bool)
-        self._numbers = np.zeros((7, rows), np.int64)  # one array, so that a row is emptied or moved at once
-        self.generation, self.prompt, self.lo, self.hi, self.high_water, self.floor, self.leased = self._numbers
+        self.numbers = np.zeros((7 + len(plan.groups), rows), np.int64)  # one array: a row is emptied or moved at once
+        self.generation, self.prompt, self.leased, self.lo, self.hi, self.high_water, self.floor = self.numbers[:7]
+        self.mapped_begin = self.numbers[7:]
         self.pages = np.zeros((rows, 0 if full.is_empty else full.row_pages), np.int32)
-        self.rings = [np.arange(rows * g.ring, dtype=np.int32).reshape(rows, g.ring) for g in plan.groups]
-        self.mapped_begin = np.zeros((len(plan.groups), rows), np.int64)
+        sizes = [group.ring for group in plan.groups]
+        self.ring_pages = np.zeros((rows, sum(sizes)), np.int32)
+        self.rings = np.split(self.ring_pages, np.cumsum(sizes)[:-1], axis=1)
+        for ring in self.rings:
+            ring[:] = np.arange(ring.size).reshape(ring.shape)
         self.pool = PageIdPool(full.usable_pages, full.num_pages - full.usable_pages)
         self.free_rows = rows
         self.admitted = 0
@@ -69,7 +75,8 @@ class RowLedger:
         limit = np.full(len(self.hi), self.plan.config.max_kv_cache_capacity)
         if not full.is_empty:
             np.minimum(limit, self.leased * full.page_tokens, out=limit)
-        return np.maximum(limit - self.hi, 0)
+        room: NDArray[np.int64] = np.maximum(limit - self.hi, 0)
+        return room
 
     @property
     def headroom(self) -> int:
@@ -80,30 +87,12 @@ class RowLedger:
         """Return the steps of `counts` tokens that each row can take without a new page."""
         return self.room // np.maximum(counts, 1)
 
-    def peek_rows(self, count: int, retiring: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the lowest `count` rows that are free once `retiring` are, without taking them."""
-        is_free = ~self.live
-        is_free[retiring] = True
-        return np.flatnonzero(is_free)[:count]
-
-    def admit(self, rows: NDArray[np.int64], prompt_tokens: NDArray[np.int64]) -> None:
-        """Put new sequences into free rows."""
-        self.live[rows] = True
-        self.generation[rows] = self.admitted + 1 + np.arange(len(rows))
-        self.admitted += len(rows)
-        self.prompt[rows] = prompt_tokens
-        self.free_rows -= len(rows)
+    def note_change(self, leaving: int, joining: int, free_pages: int) -> None:
+        """Note what `kernels/row_changes.py` did to the arrays: rows that left and joined, pages that are free now."""
+        self.pool.free_pages = free_pages
+        self.admitted += joining
+        self.free_rows += leaving - joining
         self.peak_rows = max(self.peak_rows, len(self.live) - self.free_rows)
-
-    def retire(self, rows: NDArray[np.int64]) -> None:
-        """Empty rows and give their pages back."""
-        self.pool.release(
-            *[self.pages[row, :held] for row, held in zip(rows.tolist(), self.leased[rows].tolist(), strict=True)]
-        )
-        self.live[rows] = False
-        self._numbers[1:, rows] = 0
-        self.mapped_begin[:, rows] = 0
-        self.free_rows += len(rows)
 
     def peek_pages(self, rows: NDArray[np.int64], targets: NDArray[np.int64]) -> NDArray[np.int32]:
         """Return the ids that `move_pages` will map, row after row, without moving anything."""
@@ -212,9 +201,7 @@ class RowLedger:
             self.high_water[row] = 0
 
     def permute(self, sources: NDArray[np.int64]) -> None:
-        """Move rows: row i becomes what row `sources[i]` was."""
-        self.live[:] = self.live[sources]
-        self._numbers[:] = self._numbers[:, sources]
-        self.pages = self.pages[sources]
-        self.rings = [ring[sources] for ring in self.rings]
-        self.mapped_begin = self.mapped_begin[:, sources]
+        """Move rows: row i becomes what row `sources[i]` was. Arrays keep their place."""
+        for values in (self.live, self.pages, self.ring_pages):
+            values[:] = values[sources]
+        self.numbers[:] = self.numbers[:, sources]

@@ -10,6 +10,7 @@ q and v in q, k, v)::
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -47,7 +48,7 @@ class Piece:
         Views of the file.
     a_name, b_name : str
         Where they come from, for messages.
-    rank_at, column_at : int
+    column_at, rank_at : int
         Where they go in the target's matrices.
     factor : float
         What B is multiplied by.
@@ -57,17 +58,17 @@ class Piece:
     b: NDArray[Any]
     a_name: str
     b_name: str
-    rank_at: int
     column_at: int
-    factor: float
+    rank_at: int = 0
+    factor: float = 1.0
 
     @property
     def rank(self) -> int:
         """Columns of A and rows of B: r."""
         return int(self.b.shape[0])
 
-    def checked(self, dtype: DType, *, check_finite: bool) -> Iterator[NDArray[Any]]:
-        """Yield A, then B, in row chunks as they will be on the device.
+    def checked(self, dtype: DType, where: str, *, check_finite: bool) -> Iterator[NDArray[Any]]:
+        """Yield A, then B, in chunks of rows as they will be on the device; `where` is for messages.
 
         Raises
         ------
@@ -80,13 +81,10 @@ class Piece:
                 part = source[low : low + step]
                 found = np.ascontiguousarray(_convert(part, factor, dtype))
                 bad = _non_finite(found, dtype)
-                if bad is not None:
-                    value = float(part.reshape(-1)[bad] if part.flags.c_contiguous else part[np.unravel_index(bad, part.shape)])
-                    if np.isfinite(value):
-                        times = f" times the scaling {factor:g}" if factor != 1.0 else ""
-                        raise LoRAError(f"{name}: {value:g}{times} does not fit {dtype}")
-                    if check_finite:
-                        raise LoRAError(f"{name}: it holds {value}, which is no finite number")
+                if bad is not None and not check_finite:
+                    bad &= np.isfinite(part)
+                if bad is not None and bad.any():
+                    raise _refusal(where, name, float(part[bad][0]), factor, dtype)
                 yield found
 
 
@@ -165,9 +163,16 @@ def _convert(source: NDArray[Any], factor: float, dtype: DType) -> NDArray[Any]:
         return source if source.dtype == wanted else source.astype(wanted)
 
 
-def _non_finite(values: NDArray[Any], dtype: DType) -> int | None:
-    """Return the place of the first infinity or NaN of a dense array, or None."""
+def _non_finite(values: NDArray[Any], dtype: DType) -> NDArray[Any] | None:
+    """Return which elements of a dense array are infinite or NaN, or None if none is."""
     ones = _EXPONENTS[dtype.name]
-    bits = values.reshape(-1).view(dtype.storage_name if dtype.is_extension else f"uint{8 * dtype.itemsize}")
+    bits = values.view(dtype.storage_name if dtype.is_extension else f"uint{8 * dtype.itemsize}")
     found = (bits & bits.dtype.type(ones)) == ones
-    return int(found.argmax()) if found.any() else None
+    return found if found.any() else None
+
+
+def _refusal(where: str, name: str, value: float, factor: float, dtype: DType) -> LoRAError:
+    if not math.isfinite(value):
+        return LoRAError(f"{where}: {name!r} holds {value}, which is no finite number", mismatched=(name,))
+    times = f" times the scaling {factor:g}" if factor != 1.0 else ""
+    return LoRAError(f"{where}: {name!r} holds {value:g}, which{times} does not fit {dtype}", mismatched=(name,))

@@ -70,7 +70,9 @@ class LoRATarget:
         for part, columns in self.parts:
             _check_count(f"columns of part {part!r} of target {self.name!r}", columns)
         if self.parts and (sum(c for _, c in self.parts) != self.n or len({p for p, _ in self.parts}) < len(self.parts)):
-            raise InputError(f"parts of target {self.name!r}: {self.parts} are not different parts of together {self.n} columns")
+            raise InputError(
+                f"parts of target {self.name!r}: {self.parts} are not different parts of together {self.n} columns"
+            )
 
     def rank_room(self, max_rank: int) -> int:
         """Return the rank that a slot of this target has room for."""

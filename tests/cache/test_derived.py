@@ -269,7 +269,7 @@ def test_a_retired_row_writes_nothing_in_a_step_that_still_has_room_for_it() -> 
             batch.step(dict.fromkeys(sequences, 3))
             view = batch.step(1)
             batch.retire(sequences[1])
-            batch.enqueue_step(batch.resources.stream)
+            batch.stepper.enqueue(1, None, batch.resources.stream)  # as a graph of the caller's own would
             for slots, table in zip(view.slot_mapping, view.page_tables, strict=True):
                 assert slots.to_host()[1] == -1
                 assert (table.to_host()[1] == -1).all()

@@ -1,9 +1,10 @@
-"""A host device whose copies run late: what a busy GPU does, without one."""
+"""A host device whose copies and fills run late, on streams that run each on its own: what a busy GPU does, without one."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
+from numba_kv.device import Tensor
 from numba_kv.device.host_device import HostDevice
 from numba_kv.device.stream import Event, HostStream, Stream
 
@@ -21,21 +22,28 @@ class LateEvent(Event):
 
     def synchronize(self) -> None:
         self._stream.waits += not self.is_done
+        self.reach()
+
+    def reach(self) -> None:
+        """Let the stream run up to the event."""
         self._stream.run(self._after - self._stream.num_run)
 
 
 class LateStream(HostStream):
-    """Queues work until somebody waits for it, or `run` is called."""
+    """Queues work until somebody waits for it, or `run` is called. `waits` counts how often the host waited."""
 
-    handle = 1
-
-    def __init__(self) -> None:
+    def __init__(self, handle: int = 1) -> None:
+        self.handle = handle
         self.queue: list[Callable[[], None]] = []
         self.num_run = 0
         self.waits = 0
 
-    def record(self) -> Event:
+    def record(self, *, timing: bool = False) -> Event:
         return LateEvent(self, self.num_run + len(self.queue))
+
+    def wait(self, event: Event) -> None:
+        assert isinstance(event, LateEvent)
+        self.queue.append(event.reach)
 
     def synchronize(self) -> None:
         self.run(len(self.queue))
@@ -48,12 +56,32 @@ class LateStream(HostStream):
 
 
 class LateDevice(HostDevice):
-    """Copies to the device read their source when the stream comes to them."""
+    """Copies to the device read their source, and fills write, when their stream comes to them."""
 
     def __init__(self) -> None:
         super().__init__("cpu")
         self.stream: LateStream = LateStream()
+        self._num_streams = 1
+
+    def as_stream(self, stream: object | None) -> Stream:
+        if stream is None:
+            self._num_streams += 1
+            return LateStream(self._num_streams)
+        return super().as_stream(stream)
 
     def copy_to_device(self, destination: int, source: int, nbytes: int, stream: Stream) -> None:
         copy = super().copy_to_device
-        self.stream.queue.append(lambda: copy(destination, source, nbytes, stream))
+        queue_of(stream).append(lambda: copy(destination, source, nbytes, stream))
+
+    def copy_to_host(self, destination: int, source: int, nbytes: int, stream: Stream) -> None:
+        stream.synchronize()
+        super().copy_to_host(destination, source, nbytes, stream)
+
+    def _fill_bits(self, tensor: Tensor, pattern: int, stream: Stream) -> None:
+        fill = super()._fill_bits
+        queue_of(stream).append(lambda: fill(tensor, pattern, stream))
+
+
+def queue_of(stream: Stream) -> list[Callable[[], None]]:
+    assert isinstance(stream, LateStream)
+    return stream.queue

@@ -25,7 +25,7 @@ def test_pages_returned_last_are_used_first() -> None:
     pool = PageIdPool(5, 2)
     pool.acquire(4)
     pool.release(ids(1, 3))
-    assert pool.acquire(3).tolist() == [1, 3, 4]
+    assert pool.acquire(3).tolist() == [3, 1, 4]
 
 
 def test_peek_shows_what_acquire_takes() -> None:
@@ -49,7 +49,7 @@ def test_a_refused_request_keeps_the_order_of_the_free_list() -> None:
     with pytest.raises(CapacityError, match="5 are wanted, 3 free") as caught:
         pool.acquire(5)
     assert (caught.value.needed, caught.value.free, caught.value.evictable) == (5, 3, 0)
-    assert pool.peek(3).tolist() == before == [5, 1, 7]
+    assert pool.peek(3).tolist() == before == [7, 1, 5]
     assert pool.figures() == figures
 
 
@@ -64,10 +64,10 @@ def test_more_than_is_owned_cannot_be_returned() -> None:
     pool = PageIdPool(4, 2)
     owned = pool.acquire(3)
     with pytest.raises(InvariantError, match="4 are given back, 3 are owned"):
-        pool.release(ids(0, 1), ids(2, 3))
+        pool.release(ids(0, 1, 2, 3))
     assert (pool.free_pages, pool.owned_pages) == (1, 3)
     pool.check(owned)
-    pool.release(owned[:1], owned[1:])
+    pool.release(owned)
     with pytest.raises(InvariantError, match="1 are given back, 0 are owned"):
         pool.release(owned[:1])
 
@@ -121,14 +121,6 @@ def test_the_check_names_the_page(owned: tuple[int, ...], message: str) -> None:
         pool.check(ids(*owned))
 
 
-def test_the_check_compares_the_count_too() -> None:
-    pool = PageIdPool(4, 2)
-    owned = pool.acquire(3)
-    pool.free_pages += 1
-    with pytest.raises(InvariantError, match="2 are counted"):
-        pool.check(owned)
-
-
 @given(
     usable=st.integers(0, 40),
     moves=st.lists(st.tuples(st.booleans(), st.integers(0, 45)), max_size=200),
@@ -150,7 +142,7 @@ def test_pages_are_conserved(usable: int, moves: list[tuple[bool, int]], seed: i
         else:
             given_back = [owned.pop(rng.integers(len(owned))) for _ in range(min(count, len(owned)))]
             pool.release(ids(*given_back))
-            free = given_back + free
+            free = given_back[::-1] + free
         peak = max(peak, len(owned))
         pool.check(ids(*owned))
         figures = pool.figures()

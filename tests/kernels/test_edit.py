@@ -14,6 +14,7 @@ from numba_kv.errors import InvariantError
 from numba_kv.geometry import ceil_div, mapped_pages
 from numba_kv.kernels import layout
 from numba_kv.kernels.edit import apply_edits, permute_rows
+from numba_kv.kernels.row_changes import lowest_free, note_change, write_resets
 from tests.helpers.step_arrays import StepArrays, full_group, same, window_group
 
 EXAMPLES = 15 if kv.target() == "sim" else 50
@@ -55,6 +56,26 @@ def send(device: Device, arrays: StepArrays, block: EditBlock) -> StepArrays:
     return arrays.launch(apply_edits, device, items, **scalars, old_tokens=block.old_tokens)
 
 
+Rings = dict[int, list[np.ndarray] | None]
+
+
+def reset(device: Device, arrays: StepArrays, rows: Rings, bounds: tuple[int, int] | None = None) -> StepArrays:
+    """Empty rows, and give those that are to start a sequence their rings."""
+    arrays, num_rows = arrays.copy(), arrays.rows
+    arrays.edits[:] = 99
+    changes, rings = np.zeros(num_rows, np.int8), [np.concatenate(rings_of(arrays, row)) for row in range(num_rows)]
+    for row, ring in rows.items():
+        changes[row] = 1 if ring is None else 2
+        rings[row] = rings[row] if ring is None else np.concatenate(ring)
+    low, high = (arrays.lengths,) * 2 if bounds is None else (np.full(num_rows, b) for b in bounds)
+    held = arrays.leased.astype(np.int64)
+    pages = np.stack(rings).astype(np.int32)
+    num_words = write_resets(arrays.edits, changes, len(rows), held, low.astype(np.int64), high.astype(np.int64), pages)
+    assert (arrays.edits[num_words:] == 99).all()
+    scalars = {"num_records": len(rows), "layout_at": -1, "take_back_at": -1, "old_tokens": 0}
+    return arrays.launch(apply_edits, device, len(rows), **scalars)
+
+
 def unchanged_but_edits(found: StepArrays, expected: StepArrays) -> None:
     """Compare everything but the block itself."""
     expected.arrays["edits"] = found.arrays["edits"]
@@ -79,20 +100,10 @@ def rings_of(arrays: StepArrays, row: int) -> list[np.ndarray]:
     return [arrays.blocks(g)[row, : arrays.groups[g].ring].copy() for g in range(1, len(arrays.groups))]
 
 
-def resets(arrays: StepArrays, rows: dict[int, list[np.ndarray] | None], bounds: tuple[int, int] | None = None) -> EditBlock:
-    """Return the block that empties rows and gives those that are to start a sequence their rings."""
-    block, names = EditBlock(), list(rows)
-    rings = [np.concatenate(rings_of(arrays, row) if ring is None else ring) for row, ring in rows.items()]
-    low, high = (arrays.lengths[names],) * 2 if bounds is None else (np.full(len(names), b) for b in bounds)
-    is_live = np.array([ring is not None for ring in rows.values()])
-    block.set_resets(np.array(names), is_live, arrays.leased[names], low, high, np.stack(rings).astype(np.int32))
-    return block
-
-
 def test_a_retired_row_is_empty_in_every_table(device: Device) -> None:
     """Nothing of a row stays: entries of -1, the null page, length 0. vllm#56734, TensorRT-LLM#16056."""
     arrays = rows_in_use()
-    after = send(device, arrays, resets(arrays, {2: None}))
+    after = reset(device, arrays, {2: None})
     expected = arrays.copy()
     emptied(expected, 2, None)
     unchanged_but_edits(after, expected)
@@ -101,19 +112,17 @@ def test_a_retired_row_is_empty_in_every_table(device: Device) -> None:
 def test_an_admitted_row_gets_its_rings(device: Device) -> None:
     arrays = rows_in_use()
     rings = rings_of(arrays, 0)
-    block = resets(arrays, {1: rings})
     expected = arrays.copy()
     emptied(expected, 1, rings)
-    unchanged_but_edits(send(device, arrays, block), expected)
+    unchanged_but_edits(reset(device, arrays, {1: rings}), expected)
 
 
 @pytest.mark.parametrize("bounds", [(30, 30), (25, 30), (30, 32)])
 def test_bounds_of_a_length_clear_all_that_may_be_mapped(device: Device, bounds: tuple[int, int]) -> None:
     arrays = rows_in_use()
-    block = resets(arrays, {2: None}, bounds)
     expected = arrays.copy()
     emptied(expected, 2, None)
-    unchanged_but_edits(send(device, arrays, block), expected)
+    unchanged_but_edits(reset(device, arrays, {2: None}, bounds), expected)
 
 
 def test_pages_are_added_and_taken_away(device: Device) -> None:
@@ -133,10 +142,9 @@ def test_pages_are_added_and_taken_away(device: Device) -> None:
 
 def test_a_model_without_full_attention_has_no_full_table_to_write(device: Device) -> None:
     arrays = rows_in_use(has_full=False)
-    block = resets(arrays, {2: rings_of(arrays, 2)})
     expected = arrays.copy()
     emptied(expected, 2, rings_of(arrays, 2))
-    unchanged_but_edits(send(device, arrays, block), expected)
+    unchanged_but_edits(reset(device, arrays, {2: rings_of(arrays, 2)}), expected)
 
 
 def test_counts_and_offsets_travel_with_the_records(device: Device) -> None:
@@ -191,9 +199,7 @@ def test_any_rows_end_and_start(device: Device, data: st.DataObject) -> None:
     rings = {row: None if (s := data.draw(sources)) is None else rings_of(arrays, s) for row in chosen}
     for row, ring in rings.items():
         emptied(expected, row, ring)
-    block = resets(arrays, rings)
-    any_layout(data, block, expected)
-    unchanged_but_edits(send(device, arrays, block), expected)
+    unchanged_but_edits(reset(device, arrays, rings), expected)
 
 
 @settings(max_examples=EXAMPLES)
@@ -265,11 +271,10 @@ def test_holes_are_filled_from_above(live: list[bool]) -> None:
 
 def test_words_of_a_record_are_those_of_the_kernel() -> None:
     """The block is also what its layout says, word by word."""
-    block, words = EditBlock(), np.zeros(64, np.int32)
-    rings = np.array([[4, 1], [6, 2]], np.int32)
-    held, bounds = np.array([3, 1]), np.array([7, 0])
-    block.set_resets(np.array([0, 2]), np.array([True, False]), held, bounds, bounds + 2, rings)
-    assert block.write(words) == (24, -1, -1)
+    words, changes = np.zeros(64, np.int32), np.array([2, 0, 1], np.int8)
+    rings = np.array([[4, 1], [5, 5], [6, 2]], np.int32)
+    held, bounds = np.array([3, 9, 1]), np.array([7, 9, 0])
+    assert write_resets(words, changes, 2, held, bounds, bounds + 2, rings) == 22
     first, second = words[:10].tolist(), words[10:20].tolist()
     assert (first[layout.ROW], second[layout.ROW]) == (0, 2)
     assert (first[layout.FLAGS], second[layout.FLAGS]) == (layout.RESET | layout.LIVE, layout.RESET)
@@ -297,3 +302,35 @@ def test_places_behind_a_smaller_layout_drop_what_is_there(device: Device) -> No
     after = send(device, arrays, block)
     for g in range(3):
         assert after.slots(g).tolist() == [0, 1, 2, 3, 4, -1, -1, -1, -1, *range(9, 32)]
+
+
+@given(data=st.data())
+def test_rows_that_come_and_go_on_the_host(data: st.DataObject) -> None:
+    """The lowest free rows are taken; pages of rows that leave are free; everything else of them is 0."""
+    count = data.draw(st.integers(1, 9))
+    live = np.array(data.draw(st.lists(st.booleans(), min_size=count, max_size=count)))
+    before = live.copy()
+    leaving = data.draw(st.lists(st.sampled_from(range(count)), unique=True).map(lambda rows: [r for r in rows if live[r]]))
+    free = sorted([*np.flatnonzero(~live).tolist(), *leaving])
+    wanted = data.draw(st.integers(0, len(free)))
+    changes, joining = np.full(count, 9, np.int8), np.zeros(wanted, np.int64)
+    left = np.array(leaving, np.int64)
+    total = lowest_free(live, changes, left, joining)
+    assert joining.tolist() == free[:wanted]
+    marks = {**dict.fromkeys(leaving, 1), **dict.fromkeys(free[:wanted], 2)}
+    assert changes.tolist() == [marks.get(row, 0) for row in range(count)]
+    assert total == len(marks)
+    numbers = np.arange(9 * count).reshape(9, count) + 1
+    numbers[2] = live * (np.arange(count) % 3)
+    old = numbers.copy()
+    pages, stack = np.arange(3 * count, dtype=np.int32).reshape(count, 3), np.full(4 * count, -1, np.int32)
+    top = note_change(left, joining, joining + 50, 20, live, numbers, pages, stack, 2)
+    assert stack[2:top].tolist() == [page for row in leaving for page in pages[row, : old[2, row]]]
+    for row in range(count):
+        assert live[row] == (row in joining or (before[row] and row not in leaving))
+        line = old[:, row].copy()
+        if row in leaving:
+            line[1:] = 0
+        if row in joining:
+            line[:2] = [21 + joining.tolist().index(row), row + 50]
+        assert numbers[:, row].tolist() == line.tolist()

@@ -1,0 +1,133 @@
+"""CallGuard: one call at a time, on a live object, in a thread whose current device is right."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+from numba_kv.errors import NumbaKVError, StateError
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from numba_kv.device.device import Device
+
+__all__ = ["CallGuard", "HostCalls"]
+
+
+class CallGuard:
+    """Wraps every public call of an object, as ``with guard:``.
+
+    Parameters
+    ----------
+    device : Device
+        Current inside.
+    name : str
+        What messages call the object.
+    poisons : bool
+        Whether a failed call can end the object. If so, a refusal (an error of this library raised before anything was
+        enqueued) leaves it usable, but anything that goes wrong while work is being enqueued poisons it, because host and
+        device may then disagree. If not, it is usable after every error: for objects that change their own state only
+        after the work is enqueued.
+
+    Attributes
+    ----------
+    host : HostCalls
+        The same for calls that do not touch the device: cheaper, as the current device is left alone.
+    is_closed : bool
+        Whether `close` was called.
+    is_enqueueing : bool
+        Set by a call that begins to enqueue work; reset when it ends.
+    poison : BaseException or None
+        What ended the object.
+    """
+
+    def __init__(self, device: Device, name: str, *, poisons: bool = True) -> None:
+        self._device = device
+        self._name = name
+        self._poisons = poisons
+        self._lock = threading.Lock()
+        self._entered = False
+        self.host = HostCalls(self)
+        self.is_closed = False
+        self.is_enqueueing = False
+        self.poison: BaseException | None = None
+
+    def __enter__(self) -> None:
+        self.take()
+        try:
+            self._entered = self._device.enter()
+        except BaseException:
+            self.release()
+            raise
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if error is not None and self._poisons and (self.is_enqueueing or not isinstance(error, NumbaKVError)):
+            self.poison = error
+        self.is_enqueueing = False
+        try:
+            if self._entered:
+                self._device.leave()
+        finally:
+            self.release()
+
+    def take(self) -> None:
+        """Keep every other call out until `release`.
+
+        Raises
+        ------
+        StateError
+            If another call is running, or the object is closed or poisoned.
+        """
+        self._acquire()
+        try:
+            self.check_open()
+            if self.poison is not None:
+                reason = f"{self._name} failed while work was being enqueued ({self.poison!r}); close it"
+                raise StateError(reason) from self.poison
+        except BaseException:
+            self.release()
+            raise
+
+    def release(self) -> None:
+        """Let the next call in."""
+        self._lock.release()
+
+    def check_open(self) -> None:
+        """Raise StateError after `close`."""
+        if self.is_closed:
+            raise StateError(f"{self._name} is closed")
+
+    def close(self) -> bool:
+        """Refuse every later call; return False if `close` was called before.
+
+        Raises
+        ------
+        StateError
+            If a call is running in another thread.
+        """
+        if self.is_closed:
+            return False
+        self._acquire()
+        self.is_closed = True
+        self.release()
+        return True
+
+    def _acquire(self) -> None:
+        if not self._lock.acquire(blocking=False):
+            raise StateError(f"{self._name} is in use by another thread; calls must not overlap")
+
+
+class HostCalls:
+    """A guard's view for calls that stay on the host and change nothing if they raise."""
+
+    __slots__ = ("_guard",)
+
+    def __init__(self, guard: CallGuard) -> None:
+        self._guard = guard
+
+    def __enter__(self) -> None:
+        self._guard.take()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._guard.release()
