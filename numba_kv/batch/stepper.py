@@ -21,7 +21,7 @@ from numba_kv.device.graph import is_capturing
 from numba_kv.errors import CapacityError, InputError, StateError
 from numba_kv.kernels.row_changes import lowest_free, note_change, write_resets
 from numba_kv.ledger.leases import LeasePlan, plan_leases
-from numba_kv.ledger.rows import RowLedger
+from numba_kv.ledger.rows import FIRST_WINDOW, RowLedger
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -77,14 +77,22 @@ class Stepper:
         before = self.device.bytes_to_device
         self.launches.send(num_words, records)
         self._count(before)
-        self.stats.rotated_pages += int(ledger.mapped_begin[1:, left].sum())
-        tokens = np.array(prompts, np.int64)
-        top = pool.free_pages
-        top = note_change(left, joining, tokens, ledger.admitted, ledger.live, ledger.numbers, ledger.pages, pool.stack, top)
+        top, rotated = note_change(
+            left,
+            joining,
+            np.array(prompts, np.int64),
+            ledger.admitted,
+            ledger.live,
+            ledger.numbers,
+            ledger.pages,
+            pool.stack,
+            pool.free_pages,
+            self._last,
+            self._layout,  # the device's counts of these rows are 0 now: the next step sends its layout
+            FIRST_WINDOW,
+        )
         ledger.note_change(len(left), len(joining), top)
-        changed = self._changes != 0
-        self._last[changed] = 0
-        self._layout[changed] = -1  # the device's counts of these rows are 0 now: the next step sends its layout
+        self.stats.rotated_pages += rotated
         self.stats.retired += len(left)
         self.stats.admitted += len(joining)
         rows: list[int] = joining.tolist()

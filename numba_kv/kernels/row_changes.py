@@ -105,18 +105,27 @@ def note_change(
     pages: NDArray[np.int32],
     stack: NDArray[np.int32],
     top: int,
-) -> int:
+    last: NDArray[np.int64],
+    layout: NDArray[np.int64],
+    first_window: int,
+) -> tuple[int, int]:
     """Empty the rows that leave, put their pages on the free stack, and start the new sequences.
 
-    `numbers` int64 [n, B]: generation, prompt, leased pages, then all else that an empty row has 0 of. Returns the new top of
-    the stack.
+    `numbers` int64 [n, B]: generation, prompt, leased pages, then all else that an empty row has 0 of; from line
+    `first_window` on, the first mapped page of each window group. `last` [B] becomes 0 and `layout` [B] -1 in rows that
+    change. Returns the new top of the stack, and the pages that the windows of the rows that left had rotated out.
     """
+    rotated = 0
     for i in range(len(leaving)):
         row = leaving[i]
         for page in range(numbers[2, row]):
             stack[top] = pages[row, page]
             top += 1
+        for n in range(first_window, numbers.shape[0]):
+            rotated += numbers[n, row]
         live[row] = False
+        last[row] = 0
+        layout[row] = -1
         for n in range(1, numbers.shape[0]):
             numbers[n, row] = 0
     for i in range(len(joining)):
@@ -124,4 +133,6 @@ def note_change(
         live[row] = True
         numbers[0, row] = admitted + 1 + i
         numbers[1, row] = prompts[i]
-    return top
+        last[row] = 0
+        layout[row] = -1
+    return top, rotated

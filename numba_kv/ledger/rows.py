@@ -18,7 +18,10 @@ from numba_kv.plan import MemoryPlan
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["RowLedger"]
+__all__ = ["FIRST_WINDOW", "RowLedger"]
+
+#: Lines of `RowLedger.numbers` before those of `mapped_begin`, the full group's own included.
+FIRST_WINDOW = 8
 
 
 class RowLedger:

@@ -53,6 +53,8 @@ class GroupFigures:
         What they may hold: R of every row, or the pool.
     page_nbytes : int
         Bytes of a page over the group's layers.
+    every_token_nbytes : int
+        What the group would have taken if it kept every token: the most tokens that rows held at once, in whole pages.
     """
 
     index: int
@@ -64,6 +66,7 @@ class GroupFigures:
     peak_mapped_pages: int
     bound_pages: int
     page_nbytes: int
+    every_token_nbytes: int
 
 
 @dataclass(frozen=True, kw_only=True)

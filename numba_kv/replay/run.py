@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from numba_kv.errors import InputError
+from numba_kv.geometry import ceil_div
 from numba_kv.replay.figures import GroupFigures, Latency, PageHistory, ReplayFigures
 from numba_kv.replay.request import Trace
 from numba_kv.replay.schedule import SchedulerOptions
@@ -120,6 +121,7 @@ class _Run:
         self.history = PageHistory(len(self._groups))
         self._held = [0] * len(self._groups)
         self._mapped = [0] * len(self._groups)
+        self._peak_tokens = 0
         self._host_ns = array("q")
         self._steady_ns = array("q")
         self._steps = self._prefill = self._decode = self._preemptions = self._audits = 0
@@ -136,6 +138,7 @@ class _Run:
             if not outcome.host_ns:  # the last ones have left: no step
                 continue
             self._steps += 1
+            self._peak_tokens = max(self._peak_tokens, scheduler.tokens_held)
             self._prefill += outcome.prefill_tokens
             self._decode += outcome.decode_tokens
             self._preemptions += outcome.preempted
@@ -206,6 +209,7 @@ class _Run:
                     peak_mapped_pages=mapped,
                     bound_pages=g.usable_pages,
                     page_nbytes=g.page_nbytes,
+                    every_token_nbytes=ceil_div(self._peak_tokens, g.page_tokens) * g.page_nbytes,
                 )
                 for g, held, mapped in zip(self._groups, self._held, self._mapped, strict=True)
             ),

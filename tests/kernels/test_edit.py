@@ -324,7 +324,11 @@ def test_rows_that_come_and_go_on_the_host(data: st.DataObject) -> None:
     numbers[2] = live * (np.arange(count) % 3)
     old = numbers.copy()
     pages, stack = np.arange(3 * count, dtype=np.int32).reshape(count, 3), np.full(4 * count, -1, np.int32)
-    top = note_change(left, joining, joining + 50, 20, live, numbers, pages, stack, 2)
+    last, sent = np.full(count, 7), np.full(count, 7)
+    top, rotated = note_change(left, joining, joining + 50, 20, live, numbers, pages, stack, 2, last, sent, 7)
+    assert rotated == old[7:, leaving].sum()
+    assert last.tolist() == [0 if row in marks else 7 for row in range(count)]
+    assert sent.tolist() == [-1 if row in marks else 7 for row in range(count)]
     assert stack[2:top].tolist() == [page for row in leaving for page in pages[row, : old[2, row]]]
     for row in range(count):
         assert live[row] == (row in joining or (before[row] and row not in leaving))
