@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from operator import index as as_integer
 
 from numba_kv.config.engine import LLMEngineConfig
+from numba_kv.config.rope_layout import engine_layouts
 from numba_kv.dtypes import dtype
 from numba_kv.errors import PlanError
 from numba_kv.geometry import FULL, MAX_POOL_PAGES, RESERVED_PAGES, Window, ceil_div, ring_pages, round_up, table_pages
@@ -346,6 +347,8 @@ def _regions(plan: MemoryPlan) -> list[Region]:
     add("edits", (plan.edit_words,))
     add("groups", (count, GROUP_COLUMNS), "int64")
     features = config.num_deepstack_features
+    for layout in engine_layouts(config):
+        add(f"rope.{sum(r.name.startswith('rope.') for r in regions)}", layout.shape, "float32", layout.nbytes)
     add("zero_buffer", (max(256, rows * config.hidden_size * 2 if features else 0),), "uint8")
     if config.has_window_layers:
         add("swa_kv_cache_mode", (1,), "int8")

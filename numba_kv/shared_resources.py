@@ -13,6 +13,7 @@ from numba_kv.dtypes import dtype
 from numba_kv.errors import InputError, StateError
 from numba_kv.geometry import Window, round_up
 from numba_kv.plan import MemoryPlan, plan_memory
+from numba_kv.weights.rope_cache import RopeCache
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -48,6 +49,11 @@ class SharedResources:
         One a model.
     kv_page_tables : list of KVPageTable
         Full-attention table of each model; host-owned until a Batch takes it.
+    rope_pool : RopeCache
+        Rotary tables by configuration and length.
+    rope_tables : tuple of RopeTable
+        Those of the model: one, or the sliding and the full layers' where they rotate differently; none if the
+        configuration states no rotation.
     zero_buffer : Tensor
         uint8 [nbytes], zeros.
     swa_kv_cache_mode : Tensor or None
@@ -128,6 +134,9 @@ class SharedResources:
             self.kv_page_tables[0].set_identity()
         for table in (self.kv_page_tables[0], *tables.values()):
             table.upload()
+        self.rope_pool = RopeCache(self.device, self.take)
+        self._owned.callback(self.rope_pool.close)
+        self.rope_tables = self.rope_pool.for_engine(self.config)
         self.zero_buffer = self._tensor("zero_buffer")
         self.swa_kv_cache_mode = None
         if self.config.has_window_layers:

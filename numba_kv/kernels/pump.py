@@ -22,7 +22,16 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-__all__ = ["Pump", "PumpFunctions", "PumpJob", "cuda_functions"]
+__all__ = [
+    "Pump",
+    "PumpFunctions",
+    "PumpJob",
+    "address_of",
+    "cuda_functions",
+    "destroy_event",
+    "make_event",
+    "wait_event",
+]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -39,13 +39,7 @@ def _take(typingctx, address):
     return types.int64(types.int64), codegen
 
 
-@numba.njit(
-    "int64(int64[:, ::1], int64[:, ::1], int64[::1], int64, int64[::1], int64[::1], int64[::1], int64[::1], int64, int64, int64)",
-    nogil=True,
-    cache=True,
-    _nrt=False,
-)
-def pump_windows(pieces, windows, state, counter, done, functions, blocks, events, reader, destination, stream):
+def _pump_windows(pieces, windows, state, counter, done, functions, blocks, events, reader, destination, stream):
     """Take windows until there are none: wait for a block, fill it, enqueue its copy and an event.
 
     Returns 0 when nothing is left, 1 + window if its bytes could not be read, -status if the driver refused.
@@ -81,3 +75,18 @@ def pump_windows(pieces, windows, state, counter, done, functions, blocks, event
         done[reader] += nbytes
         turn += 1
     return 0
+
+
+def _compiled():
+    """Return the loop with its machine code kept on disk, or for this process alone where there is no place for it."""
+    tables, words, word = "int64[:, ::1]", "int64[::1]", "int64"
+    taken = ", ".join([tables, tables, words, word, words, words, words, words, word, word, word])
+    for cache in (True, False):
+        try:
+            return numba.njit(f"int64({taken})", nogil=True, cache=cache, _nrt=False)(_pump_windows)
+        except (OSError, RuntimeError):
+            if not cache:
+                raise
+
+
+pump_windows = _compiled()

@@ -12,15 +12,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from numba_kv.errors import InputError, NumbaKVError
-from numba_kv.replay.figures import PageHistory, ReplayFigures
+from numba_kv.geometry import ceil_div
+from numba_kv.replay.figures import GroupFigures, PageHistory, ReplayFigures
 from numba_kv.replay.sizes import format_bytes
-from numba_kv.replay.tables import GROUP_COLUMNS, figure_rows, group_rows
+from numba_kv.replay.tables import figure_rows, group_notes, group_rows
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 __all__ = ["MissingExtraError", "check_drawing", "write_picture", "write_report"]
 
+#: Share of a bound that the peak reaches at least where the bound is drawn as a line.
+_LEAST_SHARE = 0.2
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 60rem; padding: 0 1rem; color: #222; }
 table { border-collapse: collapse; margin: 1rem 0; }
@@ -45,7 +49,9 @@ def check_drawing() -> None:
     try:
         import matplotlib.figure  # noqa: F401
     except ImportError as error:
-        raise MissingExtraError(f"pictures need matplotlib ({error}); install it with: pip install numba-kv[viz]") from None
+        raise MissingExtraError(
+            f"pictures need matplotlib ({error}); in a clone of numba_kv, install it with: pip install -e '.[viz]'"
+        ) from None
 
 
 def write_picture(path: Path, figures: ReplayFigures, history: PageHistory) -> None:
@@ -98,16 +104,16 @@ def _draw(figures: ReplayFigures, history: PageHistory) -> Figure:
     for axes, group, pages in zip(panels, groups, history.pages, strict=True):
         axes.fill_between(history.steps, pages, step="post", alpha=0.35, color="tab:blue")
         axes.plot(history.steps, pages, drawstyle="steps-post", color="tab:blue", label="pages held")
-        bound = f"{figures.rows} rows x ring of {group.ring_pages}" if group.ring_pages else "the pool"
-        axes.axhline(group.bound_pages, color="tab:red", linestyle="--", label=f"bound: {group.bound_pages:,}\n({bound})")
-        peak = format_bytes(group.peak_pages * group.page_nbytes)
+        _draw_bound(axes, figures, group)
+        title = f"{group.window} attention, {group.layers} layers: at most {format_bytes(group.peak_pages * group.page_nbytes)}"
         if group.ring_pages:
-            unbounded = [-(-tokens // group.page_tokens) for tokens in history.tokens]
+            unbounded = [ceil_div(tokens, group.page_tokens) for tokens in history.tokens]
             axes.plot(history.steps, unbounded, color="0.45", linewidth=0.9, label="if every token\nwere kept")
-            peak += f" instead of {format_bytes(max(unbounded, default=0) * group.page_nbytes)}"
-        axes.set_title(f"{group.window} attention, {group.layers} layers: at most {peak}", loc="left", fontsize="medium")
+            title += f" instead of {format_bytes(group.every_token_nbytes)} (rings are taken whole at admission)"
+        axes.set_title(title, loc="left", fontsize="medium")
         axes.set_ylabel(f"pages of {group.page_tokens} tokens")
-        axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
         axes.set_ylim(bottom=0)
         axes.margins(x=0)
         # Beside the panel, so that it hides no line.
@@ -116,18 +122,29 @@ def _draw(figures: ReplayFigures, history: PageHistory) -> Figure:
     return figure
 
 
+def _draw_bound(axes: Axes, figures: ReplayFigures, group: GroupFigures) -> None:
+    what = f"{figures.rows} rows x ring of {group.ring_pages}" if group.ring_pages else "the pool"
+    label = f"bound: {group.bound_pages:,}\n({what})"
+    if group.peak_pages >= _LEAST_SHARE * group.bound_pages:
+        axes.axhline(group.bound_pages, color="tab:red", linestyle="--", label=label)
+    else:  # a line so far up would press the curve flat
+        axes.plot([], [], linestyle="none", label=f"{label},\nabove this panel")
+
+
 def _page(figures: ReplayFigures, picture: str) -> str:
     title = html.escape(f"Replay on the caches of {figures.config}")
     rows = "".join(
         f"<tr><th>{html.escape(name)}</th><td>{html.escape(text)}</td></tr>\n" for name, text in figure_rows(figures)
     )
-    heads = "".join(f"<th>{name}</th>" for name in GROUP_COLUMNS)
+    names, *lines = group_rows(figures)
+    heads = "".join(f"<th>{name}</th>" for name in names)
     groups = ""
-    for group in group_rows(figures):
-        groups += "<tr>" + "".join(f"<td>{html.escape(text)}</td>" for text in group) + "</tr>\n"
+    for line in lines:
+        groups += "<tr>" + "".join(f"<td>{html.escape(text)}</td>" for text in line) + "</tr>\n"
+    notes = "".join(f"<p>{html.escape(note)}</p>\n" for note in group_notes(figures))
     return (
         f'<!DOCTYPE html>\n<html lang="en">\n<head><meta charset="utf-8"><title>{title}</title>\n'
         f"<style>{_STYLE}</style></head>\n<body>\n<h1>{title}</h1>\n<table>\n{rows}</table>\n"
-        f"<h2>Pages</h2>\n<table>\n<tr>{heads}</tr>\n{groups}</table>\n"
+        f"<h2>Pages</h2>\n<table>\n<tr>{heads}</tr>\n{groups}</table>\n{notes}"
         f'<img alt="Pages over time" src="data:image/png;base64,{picture}">\n</body>\n</html>\n'
     )

@@ -5,6 +5,7 @@ Knows how numbers are laid out. Does not know where they come from, nor the cons
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from rich.console import Group, RenderableType
@@ -14,15 +15,12 @@ from numba_kv.plan import MemoryPlan
 from numba_kv.replay.figures import Latency, ReplayFigures
 from numba_kv.replay.sizes import format_bytes
 
-__all__ = ["GROUP_COLUMNS", "Budget", "figure_rows", "group_rows", "plan_json", "plan_table", "replay_table"]
-
-#: Heads of `group_rows`.
-GROUP_COLUMNS = ("group", "attention", "layers", "ring R", "peak pages", "bound", "peak bytes", "mapped at an audit")
+__all__ = ["Budget", "figure_rows", "group_notes", "group_rows", "plan_json", "plan_table", "replay_table"]
 
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """Memory that was given, and the rows of full capacity that it would hold."""
+    """Memory that was given, and the most rows that all have their full capacity within it."""
 
     nbytes: int
     most_rows: int
@@ -36,10 +34,11 @@ def _table(title: str, *columns: str, text: int = 1) -> Table:
     return table
 
 
-def plan_json(plan: MemoryPlan, budget: Budget | None) -> dict[str, object]:
-    """Return a plan as plain objects."""
+def plan_json(plan: MemoryPlan, budget: Budget | None, name: str) -> dict[str, object]:
+    """Return a plan as plain objects; `name` is what the model is called."""
     config = plan.config
     return {
+        "config": name,
         "model_type": config.model_type,
         "batch": config.max_batch_size,
         "capacity": config.max_kv_cache_capacity,
@@ -77,13 +76,15 @@ def plan_json(plan: MemoryPlan, budget: Budget | None) -> dict[str, object]:
     }
 
 
-def plan_table(plan: MemoryPlan, budget: Budget | None) -> RenderableType:
-    """Return the tables of a plan: one row per window group, then the sums."""
+def plan_table(plan: MemoryPlan, budget: Budget | None, name: str, notes: Iterable[str] = ()) -> RenderableType:
+    """Return the tables of a plan: one row per window group that has layers, then notes and the sums."""
     config = plan.config
-    name, rows, capacity = config.model_type or "the model", config.max_batch_size, config.max_kv_cache_capacity
+    rows, capacity = config.max_batch_size, config.max_kv_cache_capacity
     columns = ("group", "attention", "heads x dim", "layers", "page tokens", "ring R", "pages N", "page", "pool")
     groups = _table(f"KV caches of {name}: {rows:,} rows of {capacity:,} tokens", *columns, text=3)
     for g in plan.groups:
+        if g.is_empty:
+            continue
         shapes = ", ".join(f"{s.num_kv_heads}x{s.head_dim}" for s in g.slabs) or "-"
         borrowed = len(g.layers) - sum(len(s.layers) for s in g.slabs)
         layers = f"{len(g.layers)} ({borrowed} borrow)" if borrowed else str(len(g.layers))
@@ -106,12 +107,13 @@ def plan_table(plan: MemoryPlan, budget: Budget | None) -> RenderableType:
     sums.add_row("everything", f"{format_bytes(plan.nbytes)} ({plan.nbytes:,} B)")
     if budget:
         sums.add_row("left of the budget", format_bytes(budget.nbytes - plan.nbytes))
-    sums.add_row("sequences at full capacity", f"{plan.max_sequences:,}")
-    sums.add_row("tokens of all sequences", f"{plan.max_tokens:,}")
+    together = "all" if plan.max_sequences == rows else f"{plan.max_sequences:,}"
+    sums.add_row(f"of the {rows:,} rows planned, at full capacity at once", together)
+    sums.add_row("tokens that all rows hold at once", f"{plan.max_tokens:,}")
     if budget:
-        sums.add_row("rows that the budget would hold", f"{budget.most_rows:,} of full capacity")
+        sums.add_row("largest --batch with all rows at full capacity", f"{budget.most_rows:,}")
     note = f"{config.kv_cache_dtype}; C = {config.max_step_tokens}; N counts the null and the trash page"
-    return Group(groups, note, sums)
+    return Group(groups, note, *notes, sums)
 
 
 def figure_rows(figures: ReplayFigures) -> list[tuple[str, str]]:
@@ -145,8 +147,12 @@ def _latency(found: Latency) -> str:
 
 
 def group_rows(figures: ReplayFigures) -> list[tuple[str, ...]]:
-    """Return one row per window group, under `GROUP_COLUMNS`: for the table and for the HTML report."""
-    return [
+    """Return the heads and then one row per window group: for the table and for the HTML report.
+
+    The audit at the end finds empty rows: without another one there is no column of what was mapped.
+    """
+    heads = ("group", "attention", "layers", "ring R", "peak pages", "bound", "peak bytes", "every token kept")
+    rows = [
         (
             str(g.index),
             g.window,
@@ -155,20 +161,41 @@ def group_rows(figures: ReplayFigures) -> list[tuple[str, ...]]:
             f"{g.peak_pages:,}",
             f"{g.bound_pages:,}",
             format_bytes(g.peak_pages * g.page_nbytes),
-            # The audit at the end finds empty rows: without another one nothing is known.
-            f"{g.peak_mapped_pages:,}" if g.peak_mapped_pages else "-",
+            format_bytes(g.every_token_nbytes) if g.ring_pages else "-",
         )
         for g in figures.groups
     ]
+    if not _was_audited_on_the_way(figures):
+        return [heads, *rows]
+    mapped = (f"{g.peak_mapped_pages:,}" for g in figures.groups)
+    return [(*heads, "mapped at an audit"), *((*row, cell) for row, cell in zip(rows, mapped, strict=True))]
 
 
-def replay_table(figures: ReplayFigures) -> RenderableType:
-    """Return the tables of a replay: the figures, then pages of each group against their bound."""
+def group_notes(figures: ReplayFigures) -> list[str]:
+    """Return what the columns of `group_rows` mean."""
+    notes = ["Peak pages: what rows held at once. A window's ring is taken whole at admission; full rows hold pages ahead."]
+    notes += [
+        f"Keeping every token would take {format_bytes(g.every_token_nbytes)} in the {g.layers} layers of group {g.index}."
+        for g in figures.groups
+        if g.ring_pages
+    ]
+    if _was_audited_on_the_way(figures):
+        notes.append("Mapped at an audit: the most entries that an audit found in the page table; the peak may lie between two.")
+    return notes
+
+
+def _was_audited_on_the_way(figures: ReplayFigures) -> bool:
+    return any(g.peak_mapped_pages for g in figures.groups)
+
+
+def replay_table(figures: ReplayFigures, notes: Iterable[str] = ()) -> RenderableType:
+    """Return the tables of a replay: the figures, then pages of each group against their bound, then notes."""
     numbers = _table(f"Replay on the caches of {figures.config}", "figure", "value", text=2)
     numbers.show_header = False
     for name, value in figure_rows(figures):
         numbers.add_row(name, value)
-    groups = _table("Pages", *GROUP_COLUMNS, text=2)
-    for row in group_rows(figures):
+    heads, *rows = group_rows(figures)
+    groups = _table("Pages", *heads, text=2)
+    for row in rows:
         groups.add_row(*row)
-    return Group(numbers, groups)
+    return Group(numbers, groups, *group_notes(figures), *notes)

@@ -18,18 +18,26 @@ if TYPE_CHECKING:
 
     from numba_kv.dtypes import DType
     from numba_kv.weights.safetensors_file import SafetensorsFile
-    from numba_kv.weights.upload import Fill
+    from numba_kv.weights.windows import Fill
 
-__all__ = ["Assembly", "raw_fill"]
+__all__ = ["Assembly", "FileRange"]
 
 
-def raw_fill(file: SafetensorsFile, offset: int) -> Fill:
-    """Return a `Fill` of the file's own bytes from `offset` on."""
+class FileRange:
+    """A `Fill` of a file's own bytes from `offset` on. Borrows the file."""
 
-    def fill(out: NDArray[np.uint8], begin: int) -> None:
-        file.read_into(out, offset + begin)
+    def __init__(self, file: SafetensorsFile, offset: int) -> None:
+        self._file = file
+        self.offset = offset
 
-    return fill
+    @property
+    def descriptor(self) -> int:
+        """Number of the open file, for those who read it themselves."""
+        return self._file.descriptor
+
+    def __call__(self, out: NDArray[np.uint8], begin: int) -> None:
+        """Write the bytes from `begin` on into `out`."""
+        self._file.read_into(out, self.offset + begin)
 
 
 class Assembly:

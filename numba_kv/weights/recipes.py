@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from numba_kv.errors import UnsupportedModelError, WeightError
-from numba_kv.weights.assembly import Assembly, raw_fill
+from numba_kv.weights.assembly import Assembly, FileRange
 from numba_kv.weights.binding import WeightBinding
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from numba_kv.weights.checkpoint import Checkpoint
     from numba_kv.weights.safetensors_header import TensorEntry
-    from numba_kv.weights.upload import Fill
+    from numba_kv.weights.windows import Fill
 
 __all__ = ["RECIPES", "UNSUPPORTED_RECIPES", "assemble"]
 
@@ -116,7 +116,7 @@ def _scaled(binding: WeightBinding, entry: TensorEntry, checkpoint: Checkpoint, 
     if entry.dtype is binding.dtype and binding.embedding_scale == 1.0 and len(cut) == 1:
         rows = entry.shape[0] if entry.shape else 1
         skipped = (cut[0].start or 0) * (entry.nbytes // rows if rows else 0)
-        return raw_fill(checkpoint.file_of(entry.name), entry.offset + skipped)
+        return FileRange(checkpoint.file_of(entry.name), entry.offset + skipped)
     source = checkpoint.array(entry.name)
     return _converted(binding, [source[cut] if source.ndim else source], binding.embedding_scale)
 

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from numba_kv.config import LLMEngineConfig, RopeConfig
+from numba_kv.config.rope_axes import has_axes
+from numba_kv.config.rope_layout import RopeLayout, engine_layouts
 from numba_kv.device import Device, Tensor
 from numba_kv.device.graph import is_capturing
 from numba_kv.dtypes import dtype
 from numba_kv.errors import InputError, ShapeError, StateError
 from numba_kv.geometry import round_up
-from numba_kv.weights.rope_axes import has_axes
 from numba_kv.weights.rope_gather import RopeGather, RowSets, check_gather
-from numba_kv.weights.rope_layout import RopeLayout, engine_layouts
 from numba_kv.weights.rope_table import RopeTable, count_of, rotations_of
 
 if TYPE_CHECKING:

@@ -6,19 +6,19 @@ from bisect import bisect_left
 from operator import index
 from typing import TYPE_CHECKING, Any
 
+from numba_kv.config.rope_axes import has_axes, pair_axes
+from numba_kv.config.rope_frequencies import Rotation, rotation_of
 from numba_kv.device import Device, Memory, Tensor
 from numba_kv.dtypes import dtype
 from numba_kv.errors import InputError, ShapeError
 from numba_kv.geometry import INT32_MAX
 from numba_kv.kernels.rope_tables import fill_rope, fill_rope_axes
-from numba_kv.weights.rope_axes import has_axes, pair_axes
-from numba_kv.weights.rope_frequencies import Rotation, rotation_of
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
 
     from numba_kv.config import RopeConfig
-    from numba_kv.weights.rope_layout import RopeLayout
+    from numba_kv.config.rope_layout import RopeLayout
 
 __all__ = ["RopeTable", "count_of", "rotations_of"]
 

@@ -11,7 +11,7 @@ import pytest
 
 from numba_kv.cache.page_table import KVPageTable
 from numba_kv.device import Device, create_device
-from numba_kv.errors import DeviceError, InputError, StateError
+from numba_kv.errors import DeviceError, StateError
 from tests.helpers.page_tables import INT32, k, made_tables, on_device, slots_on
 from tests.helpers.threads import in_a_thread
 
@@ -123,7 +123,7 @@ def test_a_call_from_inside_a_call_is_refused(make: Any) -> None:
     table.set_entry(1, 0, 3)
 
 
-@pytest.mark.parametrize("error", [LookupError, KeyboardInterrupt, InputError])
+@pytest.mark.parametrize("error", [LookupError, KeyboardInterrupt])
 def test_an_error_of_the_caller_s_own_iterable_leaves_the_table_usable(make: Any, error: type[BaseException]) -> None:
     table = make(2, 3, 12)
 

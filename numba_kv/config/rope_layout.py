@@ -16,10 +16,11 @@ import math
 from dataclasses import dataclass
 from functools import cached_property
 
-from numba_kv.config import LLMEngineConfig, RopeConfig
+from numba_kv.config.engine import LLMEngineConfig
+from numba_kv.config.rope import RopeConfig
 from numba_kv.geometry import round_up
-from numba_kv.weights.rope_axes import has_axes
-from numba_kv.weights.rope_frequencies import variant_limits
+from numba_kv.config.rope_axes import has_axes
+from numba_kv.config.rope_frequencies import variant_limits
 
 __all__ = ["RopeLayout", "engine_layouts"]
 

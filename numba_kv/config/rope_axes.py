@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from numba_kv.config import RopeConfig
+from numba_kv.config.rope import RopeConfig
 from numba_kv.config.read import Reader
 
 __all__ = ["has_axes", "pair_axes"]

@@ -1,0 +1,119 @@
+"""Windows: a destination cut into blocks, and the segments that reach into each.
+
+Knows ranges. Does not know blocks or threads.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from numba_kv.errors import InputError
+from numba_kv.weights.assembly import FileRange
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+__all__ = ["GRAIN", "Fill", "Segment", "Windows"]
+
+#: Windows are cut at multiples of this, so that no element is ever split.
+GRAIN = 256
+
+#: `fill(out, begin)` writes the segment's bytes from `begin` on into the uint8 array `out`. Runs on any thread.
+Fill = Callable[["NDArray[np.uint8]", int], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    """A range of the destination and what fills it.
+
+    Attributes
+    ----------
+    begin, nbytes : int
+        Where in the destination, a multiple of 256, and how much.
+    fill : callable
+        See `Fill`.
+    """
+
+    begin: int
+    nbytes: int
+    fill: Fill
+
+    @property
+    def end(self) -> int:
+        """First byte after the segment."""
+        return self.begin + self.nbytes
+
+
+class Windows:
+    """Segments cut into windows.
+
+    Parameters
+    ----------
+    segments : sequence of Segment
+        By rising `begin`, not overlapping.
+    window_nbytes : int
+        A multiple of 256.
+
+    Attributes
+    ----------
+    nbytes : int
+        End of the last segment.
+    ranges : list of (begin, end)
+        The windows; together they are [0, nbytes).
+
+    Raises
+    ------
+    InputError
+        If the segments overlap, are not sorted or not aligned.
+    """
+
+    def __init__(self, segments: Sequence[Segment], window_nbytes: int) -> None:
+        self.nbytes = 0
+        for segment in segments:
+            if segment.begin < self.nbytes or segment.begin % GRAIN or segment.nbytes < 0:
+                raise InputError(
+                    f"segments: {segment.nbytes} bytes at {segment.begin} overlap, or do not start at a multiple of {GRAIN}"
+                )
+            self.nbytes = segment.end
+        self._segments = [s for s in segments if s.nbytes]
+        self._begins = [s.begin for s in self._segments]
+        self.ranges = [(begin, min(begin + window_nbytes, self.nbytes)) for begin in range(0, self.nbytes, window_nbytes)]
+
+    def fill(self, out: NDArray[np.uint8], begin: int) -> None:
+        """Write the destination's bytes from `begin` on into `out`; what belongs to no segment becomes 0."""
+        at = begin
+        for segment, low, high in self._pieces(begin, begin + len(out)):
+            out[at - begin : low - begin] = 0
+            segment.fill(out[low - begin : high - begin], low - segment.begin)
+            at = high
+        out[at - begin :] = 0
+
+    def file_pieces(self, begin: int, end: int) -> list[tuple[int, int, int, int]] | None:
+        """Return a window as (descriptor, file offset, offset in the window, nbytes); descriptor -1 means zeros.
+
+        None if something in it is not the bytes of a file.
+        """
+        at, pieces = begin, []
+        for segment, low, high in self._pieces(begin, end):
+            if not isinstance(segment.fill, FileRange):
+                return None
+            if low > at:
+                pieces.append((-1, 0, at - begin, low - at))
+            pieces.append((segment.fill.descriptor, segment.fill.offset + low - segment.begin, low - begin, high - low))
+            at = high
+        if end > at:
+            pieces.append((-1, 0, at - begin, end - at))
+        return pieces
+
+    def _pieces(self, begin: int, end: int) -> Iterator[tuple[Segment, int, int]]:
+        """Yield the segments that reach into [begin, end), and where."""
+        for segment in self._segments[max(0, bisect_right(self._begins, begin) - 1) :]:
+            if segment.begin >= end:
+                return
+            low, high = max(begin, segment.begin), min(end, segment.end)
+            if low < high:
+                yield segment, low, high

@@ -1,0 +1,103 @@
+"""CallGuard: one call at a time, what ends an object and what does not, and the cheap form for calls of the host."""
+
+from __future__ import annotations
+
+import pytest
+
+from numba_kv.device.guard import CallGuard
+from numba_kv.device.host_device import HostDevice
+from numba_kv.errors import DeviceError, InputError, StateError
+from tests.helpers.threads import in_a_thread
+
+
+class CountingDevice(HostDevice):
+    """Says that another device was current, and counts."""
+
+    def __init__(self) -> None:
+        super().__init__("cpu")
+        self.depth = self.entries = 0
+
+    def enter(self) -> bool:
+        self.depth += 1
+        self.entries += 1
+        return True
+
+    def leave(self) -> None:
+        self.depth -= 1
+
+
+@pytest.fixture
+def device() -> CountingDevice:
+    return CountingDevice()
+
+
+def test_the_device_is_current_inside_and_not_after(device: CountingDevice) -> None:
+    guard = CallGuard(device, "thing")
+    with guard:
+        assert device.depth == 1
+    with pytest.raises(InputError), guard:
+        raise InputError("no")
+    assert device.depth == 0
+
+
+def test_calls_of_the_host_leave_the_device_alone(device: CountingDevice) -> None:
+    guard = CallGuard(device, "thing")
+    with guard.host, pytest.raises(StateError, match="thing is in use by another thread"):
+        in_a_thread(guard.__enter__)
+    with guard, pytest.raises(StateError, match="thing is in use by another thread"):
+        in_a_thread(guard.host.__enter__)
+    assert device.entries == 1
+    with pytest.raises(LookupError), guard.host:
+        raise LookupError("changes nothing")
+    with guard:
+        pass
+
+
+@pytest.mark.parametrize("error", [InputError, DeviceError, RuntimeError, KeyboardInterrupt])
+@pytest.mark.parametrize("is_enqueueing", [False, True])
+def test_without_poison_every_error_leaves_the_object_usable(
+    device: CountingDevice, error: type[BaseException], is_enqueueing: bool
+) -> None:
+    guard = CallGuard(device, "thing", poisons=False)
+    with pytest.raises(error), guard:
+        guard.is_enqueueing = is_enqueueing
+        raise error("no")
+    assert guard.poison is None
+    assert not guard.is_enqueueing
+    with guard, pytest.raises(StateError):
+        guard.take()
+
+
+@pytest.mark.parametrize(
+    ("error", "is_enqueueing", "ends"),
+    [(InputError, False, False), (InputError, True, True), (RuntimeError, False, True), (KeyboardInterrupt, True, True)],
+)
+def test_with_poison_only_a_refusal_leaves_it_usable(
+    device: CountingDevice, error: type[BaseException], is_enqueueing: bool, ends: bool
+) -> None:
+    guard = CallGuard(device, "thing")
+    with pytest.raises(error) as failure, guard:
+        guard.is_enqueueing = is_enqueueing
+        raise error("no")
+    for form in (guard, guard.host):
+        if not ends:
+            with form:
+                pass
+            continue
+        with pytest.raises(StateError, match="thing failed while work was being enqueued") as refusal, form:
+            pytest.fail("it went on")
+        assert refusal.value.__cause__ is failure.value
+    assert device.depth == 0
+
+
+def test_a_closed_object_takes_no_call(device: CountingDevice) -> None:
+    guard = CallGuard(device, "thing")
+    with guard, pytest.raises(StateError, match="in use by another thread"):
+        guard.close()
+    assert not guard.is_closed
+    assert guard.close()
+    assert not guard.close()
+    for form in (guard, guard.host):
+        for _ in range(2):
+            with pytest.raises(StateError, match="thing is closed"), form:
+                pytest.fail("it went on")
