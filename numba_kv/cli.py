@@ -3,6 +3,8 @@
 Knows arguments and exit codes. What a command does is in `numba_kv.replay.commands`, imported when it runs, so that
 ``--help`` and a wrong argument answer at once.
 
+A refusal names options where the package names arguments: `numba_kv.replay.wording`.
+
 Exit codes: 0 done; 1 the reader of the output has gone; 2 something given was wrong, one line on stderr says what;
 130 interrupted.
 """
@@ -17,6 +19,7 @@ from typing import NoReturn
 
 from numba_kv.errors import NumbaKVError
 from numba_kv.replay.sizes import parse_bytes
+from numba_kv.replay.wording import in_options
 
 __all__ = ["main"]
 
@@ -62,12 +65,13 @@ def _add_json(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_model(parser: argparse.ArgumentParser, rows: str) -> None:
+def _add_model(parser: argparse.ArgumentParser, rows: str, capacity: str) -> None:
     positive = _integer(1)
     parser.add_argument("config", metavar="CONFIG", help=_CONFIG_HELP)
-    parser.add_argument("--capacity", type=positive, metavar="TOKENS", help="most tokens of a row")
+    parser.add_argument("--capacity", type=positive, metavar="TOKENS", help=f"most tokens of a row (default: {capacity})")
     parser.add_argument("--batch", "--rows", type=positive, metavar="ROWS", help=rows)
-    parser.add_argument("--page-tokens", type=positive, metavar="P", help="tokens of a page, a power of two up to 256")
+    text = "tokens of a page, a power of two up to 256 (default 16; 128 with a config of TensorRT Edge-LLM)"
+    parser.add_argument("--page-tokens", type=positive, metavar="P", help=text)
     parser.add_argument("--dtype", metavar="D", help="float16, bfloat16, float8_e4m3 or float32; default: the model's own")
     parser.add_argument(
         "--max-step-tokens",
@@ -86,11 +90,16 @@ def _add_target(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_replay(parser: argparse.ArgumentParser) -> None:
-    _add_model(parser, "rows, that is sequences at once (default 64)")
+    capacity = "the longest request rounded up to 256 tokens, at most the model's positions"
+    _add_model(parser, "rows, that is sequences at once (default 64)", capacity)
     parser.add_argument("trace", metavar="TRACE", help=_TRACE_HELP)
     parser.add_argument("--limit", type=_integer(1), metavar="N", help="take the first N requests (generated: default 200)")
     parser.add_argument(
-        "--chunk", type=_integer(1), default=2048, metavar="N", help="most prompt tokens of a step (default 2048)"
+        "--chunk",
+        type=_integer(1),
+        default=2048,
+        metavar="N",
+        help="most prompt tokens of a step, beside one token of every row that generates (default 2048)",
     )
     parser.add_argument(
         "--audit-every",
@@ -107,7 +116,8 @@ def _add_replay(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_inspect(parser: argparse.ArgumentParser) -> None:
-    _add_model(parser, "rows of the batch (default: as many as --tokens has lengths)")
+    capacity = "enough for --tokens, --steps and more than the largest window, at most the model's positions"
+    _add_model(parser, "rows of the batch (default: as many as --tokens has lengths)", capacity)
     parser.add_argument(
         "--tokens", type=_lengths, default=(40, 700, 1500), metavar="N,N,...", help="prompt lengths (default 40,700,1500)"
     )
@@ -120,8 +130,10 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "measure", nargs="?", default="all", metavar="MEASURE", help="advance, import, replay, copy, step or all (default)"
     )
-    parser.add_argument("--batch", type=_integer(1), default=256, metavar="ROWS", help="sequences (default 256)")
-    parser.add_argument("--repeat", type=_integer(1), default=2000, metavar="N", help="steps that are timed (default 2000)")
+    text = "sequences of the measure advance (default 256); step sweeps its rows, and replay takes 64"
+    parser.add_argument("--batch", type=_integer(1), default=256, metavar="ROWS", help=text)
+    text = "steps that the measure advance times (default 2000)"
+    parser.add_argument("--repeat", type=_integer(1), default=2000, metavar="N", help=text)
     parser.add_argument("--picture", metavar="FILE.png", help="plot the measure `step` (needs the extra viz)")
     _add_target(parser)
     _add_json(parser)
@@ -134,8 +146,10 @@ def _parser() -> argparse.ArgumentParser:
     plan = commands.add_parser(
         "plan", help="what fits: pages, pools and bytes of a model", description="Plan the caches of a model."
     )
-    _add_model(plan, "rows, that is sequences at once (default: what load_engine_config takes)")
-    plan.add_argument("--max-batch-tokens", type=_integer(1), metavar="T", help="most tokens of all rows in one step")
+    rows = "rows, that is sequences at once (default 16; with a config of TensorRT Edge-LLM what it says)"
+    _add_model(plan, rows, "the model's positions; with a config of TensorRT Edge-LLM what it says")
+    text = "most tokens of all rows in one step (default 8192; with a config of TensorRT Edge-LLM rows x max_input_len)"
+    plan.add_argument("--max-batch-tokens", type=_integer(1), metavar="T", help=text)
     _add_json(plan)
     text = "Drive the caches of a model with the requests of a trace, as fast as rows allow, and audit them."
     _add_replay(commands.add_parser("replay", help="drive the caches with a trace of requests", description=text))
@@ -168,13 +182,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         Arguments without the program's name; those of the process if left out.
     """
     parser = _parser()
+    command = None
     try:
         args = parser.parse_args(argv)
+        command = args.command
         if args.version:
             from numba_kv import __version__
 
             sys.stdout.write(f"numba-kv {__version__}\n")
-        elif args.command is None:
+        elif command is None:
             parser.print_help()
         else:
             _run(args)
@@ -182,7 +198,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SystemExit as end:  # argparse: --help and wrong arguments
         return end.code if isinstance(end.code, int) else 0
     except NumbaKVError as error:
-        sys.stderr.write(f"numba-kv: {' '.join(str(error).split())}\n")
+        sys.stderr.write(f"numba-kv: {in_options(error, command)}\n")
         return 2
     except KeyboardInterrupt:
         sys.stderr.write("numba-kv: interrupted\n")

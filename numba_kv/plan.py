@@ -18,7 +18,7 @@ from operator import index as as_integer
 from numba_kv.config.engine import LLMEngineConfig
 from numba_kv.config.rope_layout import engine_layouts
 from numba_kv.dtypes import dtype
-from numba_kv.errors import PlanError
+from numba_kv.errors import InputError, PlanError
 from numba_kv.geometry import FULL, MAX_POOL_PAGES, RESERVED_PAGES, Window, ceil_div, ring_pages, round_up, table_pages
 
 __all__ = ["ALIGNMENT", "GROUP_COLUMNS", "RECORD_WORDS", "GroupPlan", "MemoryPlan", "Region", "SlabPlan", "plan_memory"]
@@ -112,6 +112,11 @@ class GroupPlan:
     def is_empty(self) -> bool:
         """Whether no layer is in the group (only group 0 can be empty)."""
         return not self.layers
+
+    @property
+    def carry_width(self) -> int:
+        """Tokens before a long step that its first query can see: at most W - 1, and a row's capacity."""
+        return 0 if self.window.is_full else min(self.window.tokens - 1, self.row_pages * self.page_tokens)
 
     @property
     def null_page(self) -> int:
@@ -209,6 +214,8 @@ def plan_memory(config: LLMEngineConfig, memory_bytes: int | None = None) -> Mem
     PlanError
         If the budget does not hold the plan, or not even one sequence of full capacity; carries the shortfall.
     """
+    if not isinstance(config, LLMEngineConfig):
+        raise InputError(f"config: {type(config).__name__} given; load_engine_config makes an LLMEngineConfig")
     budget = None if memory_bytes is None else _check_budget(memory_bytes)
     row_pages = ceil_div(config.max_kv_cache_capacity, config.page_tokens)
     every_row = config.max_batch_size * row_pages
@@ -337,7 +344,7 @@ def _regions(plan: MemoryPlan) -> list[Region]:
         add(f"slot_mapping.{group.index}", (tokens,), "int64")
     for group in plan.groups:
         if not group.window.is_full:
-            add(f"carry_slots.{group.index}", (rows, group.window.tokens - 1), "int64")
+            add(f"carry_slots.{group.index}", (rows, group.carry_width), "int64")
     for name in ("lengths", "high_water", "appended", "mapped_begin"):  # one copy a group: see kernels/advance.py
         add(name, (count, rows))
     for name in ("floors", "leased", "live", "status", "counts", "take_back", "seq_lens", "context_lens"):

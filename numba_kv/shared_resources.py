@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 from numba_kv.cache import HybridCacheManager, KVPageTable
 from numba_kv.config import LLMEngineConfig
 from numba_kv.device import Device, Memory, Stream, Tensor, create_device
+from numba_kv.device.unique import Unique
 from numba_kv.dtypes import dtype
 from numba_kv.errors import InputError, StateError
 from numba_kv.geometry import Window, round_up
@@ -32,7 +33,7 @@ class TableUser(Protocol):
         """Give the tables back."""
 
 
-class SharedResources:
+class SharedResources(Unique):
     """The caches, tables and scratch memory of an LLM runtime. Owns them; `close` gives everything back.
 
     Made by `create_for_llm`. Device addresses do not change between construction and `close`.
@@ -75,7 +76,7 @@ class SharedResources:
         self._named: dict[str, Memory] = {}
         self._streams = [device.stream]
         self._user: TableUser | None = None
-        self._closed = False
+        self._closed = self._is_released = False
         with device.active(), ExitStack() as undo:  # a constructor that raises leaves nothing allocated
             undo.callback(self._owned.close)
             self._build(plan)
@@ -161,6 +162,7 @@ class SharedResources:
 
     def take(self, name: str, nbytes: int) -> Memory:
         """Return `nbytes` of zeroed device memory that `close` gives back. Stream: enqueues."""
+        self._check_open()
         memory = self.device.allocate(nbytes)
         self._owned.callback(lambda: memory.close(self.device.stream))
         return memory
@@ -268,19 +270,23 @@ class SharedResources:
         self._check_open()
         if self._user is not None:
             raise StateError(f"the tables are in use by {self._user!r}; close it first")
-        with ExitStack() as undo:
+        self._user = user  # before the first table is lent, so that `detach` undoes whatever an error or an interrupt left
+        try:
             for table in self._tables():
                 table.lend(type(user).__name__)
-                undo.callback(table.give_back)
-            undo.pop_all()
-        self._user = user
+        except BaseException:
+            self.detach(user)
+            raise
 
     def detach(self, user: TableUser) -> None:
         """Take the tables back from `user`: every entry is -1 and the host owns them again."""
-        if self._user is user:
-            self._user = None
+        if self._user is not user:
+            return
+        with ExitStack() as each:  # goes on past a table that fails
             for table in self._tables():
-                table.give_back()
+                if table.is_lent:
+                    each.callback(table.give_back)
+        self._user = None
 
     def _tables(self) -> list[KVPageTable]:
         return [*self.kv_page_tables, *(table for tables in self._swa_tables for table in tables.values())]
@@ -291,14 +297,31 @@ class SharedResources:
         return self._closed
 
     def close(self) -> None:
-        """Give everything back in reverse order, once. Stream: waits for the work enqueued so far."""
-        if self._closed:
+        """Give everything back in reverse order, once; a second call does nothing, or ends what an interrupt left.
+
+        Raises
+        ------
+        StateError
+            If a call of the batch runs in another thread: then nothing is given back.
+
+        Stream: waits for the work enqueued so far.
+        """
+        if self._is_released:
             return
-        if self._user is not None:
-            self._user.close()  # refuses while one of its calls runs in another thread: then nothing is given back
+        with ExitStack() as rest:  # a batch that fails to close does not keep the memory
+            rest.callback(self._release)
+            if self._user is not None:
+                try:
+                    self._user.close()
+                except StateError:
+                    rest.pop_all()
+                    raise
+
+    def _release(self) -> None:
         self._closed = True
-        with self.device.active(), self._owned:
+        with self.device.active(), self._owned:  # an interrupted stack goes on where it was
             self.device.stream.synchronize()
+        self._is_released = True
 
     def _check_open(self) -> None:
         if self._closed:
@@ -330,6 +353,8 @@ def allocate_zero_buffer(resources: SharedResources, nbytes: int, stream: object
 
     Stream: enqueues on the resources' stream; `stream`, if given, is made to wait for it.
     """
+    if not isinstance(resources, SharedResources):
+        raise InputError(f"resources: {type(resources).__name__} is not a SharedResources")
     resources._check_open()
     try:
         number = 0 if isinstance(nbytes, bool) else index(nbytes)

@@ -149,6 +149,16 @@ def driver_extra() -> tuple[str, ...]:
     return ("cu13",) if version.value >= 13000 else ("cu12",) if version.value >= 12000 else ()
 
 
+def cuda_problem(python: str) -> str | None:
+    """Return what keeps the cuda target from working in an environment, or None if it works."""
+    code = "from numba_kv.device.target import cuda_problem; print(cuda_problem() or '')"
+    done = subprocess.run([python, "-c", code], cwd=str(ROOT), capture_output=True)
+    if done.returncode != 0:
+        last = done.stderr.decode(errors="replace").strip().splitlines()[-1:]
+        return f"{python} cannot import numba_kv ({''.join(last)}); use an environment that has its packages"
+    return done.stdout.decode(errors="replace").strip() or None
+
+
 def _install(python: str, facts: dict, extras: tuple[str, ...]) -> None:
     stamp = Path(facts["prefix"]) / STAMP
     digest = hashlib.sha256((ROOT / "pyproject.toml").read_bytes()).hexdigest()

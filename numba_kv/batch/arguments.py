@@ -17,14 +17,25 @@ __all__ = ["at_least_one", "device_counts", "integer", "listed", "one_prompt", "
 
 
 def integer(value: Any) -> int | None:
-    """Return `value` as an int if it is an integer of any kind (not a bool), else None."""
+    """Return `value` as an int if it is an integer of any kind (not a bool), else None.
+
+    Raises
+    ------
+    InputError
+        If it is too large to be printed, or its own conversion fails.
+    """
     # Before NumPy 2.4 its bool has the method too.
     if isinstance(value, (bool, np.bool_)) or not hasattr(value, "__index__") or getattr(value, "ndim", 0) != 0:
         return None
     try:
-        return int(value.__index__())
+        number = int(value.__index__())
     except TypeError:  # an array without axes has the method, whatever it holds
         return None
+    except Exception as error:
+        raise InputError(f"{type(value).__name__}: an integer is wanted, and its conversion failed ({error!r})") from error
+    if number.bit_length() > 1024:  # Python refuses to print integers of many thousand digits
+        raise InputError(f"an integer of {number.bit_length()} bits is given; nothing here is that large")
+    return number
 
 
 def positive(value: Any, limit: int, purpose: str) -> int:

@@ -63,9 +63,10 @@ class Batch(HostlessSteps):
         self._sequences: dict[int, Sequence] = {}
         self._rows = self.plan.config.max_batch_size
         self.guard = CallGuard(resources.device, "Batch")
+        self._has_given_back = False
         with resources.device.active():
-            resources.attach(self)
             try:
+                resources.attach(self)
                 self._buffers = resources.cache_managers[0].step_buffers
                 self._buffers.reset()
                 self.stepper = Stepper(self._buffers, self.guard)
@@ -203,7 +204,7 @@ class Batch(HostlessSteps):
             before = self._sequences
             self._sequences = {to: before[source] for to, source in enumerate(sources.tolist()) if source in before}
             for row, sequence in self._sequences.items():
-                sequence.row = row
+                sequence.move(row)
             return {self._sequences[row]: row for row in moved.tolist() if row in self._sequences}
 
     # -- steps ---------------------------------------------------------------------------------------------------
@@ -340,6 +341,7 @@ class Batch(HostlessSteps):
 
     def can_admit(self, num_tokens: int = 1) -> bool:
         """Return whether a row is free and the pool holds a prompt of `num_tokens` now."""
+        self.guard.check_open()
         number = integer(num_tokens)
         if number is None or number < 1:
             raise InputError(f"num_tokens: {num_tokens!r} is not a positive integer")
@@ -350,14 +352,8 @@ class Batch(HostlessSteps):
 
     @property
     def stats(self) -> BatchStats:
-        """Counters; a copy."""
-        if not self.guard.is_closed:
-            with self.guard:
-                self.stepper.settle()
-        copy = BatchStats(**vars(self.stepper.stats))
-        ledger = self.stepper.ledger
-        copy.rotated_pages += int(ledger.mapped_begin[1:, ledger.live].sum())
-        return copy
+        """Counters; a copy. Keeps nobody out, so that any thread may look."""
+        return self.stepper.counters()
 
     def audit(self) -> AuditReport:
         """Prove that ledger, host mirror and device tables agree.
@@ -376,9 +372,10 @@ class Batch(HostlessSteps):
             return audit_batch(self.stepper.ledger, self._buffers)
 
     def close(self) -> None:
-        """Retire everything and give the tables back, once. A second call does nothing."""
-        if not self.guard.close():
+        """Retire everything and give the tables back, once. A second call does nothing, or ends what an interrupt left."""
+        if self._has_given_back:
             return
+        self.guard.close()
         for sequence in self._sequences.values():
             sequence.state = "retired"
         self._sequences.clear()
@@ -388,8 +385,10 @@ class Batch(HostlessSteps):
                 self._buffers.reset()
             finally:
                 self.resources.detach(self)
+        self._has_given_back = True
 
     def __enter__(self) -> Batch:
+        self.guard.check_open()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -399,10 +398,14 @@ class Batch(HostlessSteps):
         return f"Batch({len(self._sequences)} of {self._rows} rows)"
 
     def length_of(self, row: int) -> int:
-        """Return the exact length of a row (for Sequence); raise StateError if the host only knows bounds."""
-        with self.guard:
-            self.stepper.settle()
-            return self._exact_length(row, "length")
+        """Return the exact length of a row (for Sequence). Keeps nobody out, so that any thread may look.
+
+        Raises
+        ------
+        StateError
+            If the host only knows bounds.
+        """
+        return self._exact_length(row, "length")
 
     # -- checks --------------------------------------------------------------------------------------------------
 
@@ -414,7 +417,7 @@ class Batch(HostlessSteps):
         return sequence.row
 
     def _exact_length(self, row: int, call: str) -> int:
-        low, high = int(self.stepper.ledger.lo[row]), int(self.stepper.ledger.hi[row])
+        low, high = self.stepper.bounds(row)
         if low != high:
             raise StateError(
                 f"{call}: {self._sequences[row]!r} is {low} to {high} tokens long, as the device decided; "

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from numba_kv.batch.arguments import at_least_one
 from numba_kv.batch.reservation import Launched
+from numba_kv.device.unique import Unique
 from numba_kv.errors import StateError
 
 if TYPE_CHECKING:
@@ -15,7 +17,7 @@ if TYPE_CHECKING:
 __all__ = ["CapturedStep"]
 
 
-class CapturedStep:
+class CapturedStep(Unique):
     """A captured step of a batch. Made by `Batch.capture`; keeps what it captured alive.
 
     Call ``reserve(k)`` before and ``advanced(k)`` after k steps; until they are noted, the batch's lengths on the host
@@ -67,17 +69,23 @@ class CapturedStep:
         """
         with self._guard:
             device = self._batch.resources.device
-            if stream is not None and device.as_stream(stream).handle != device.stream.handle:
+            if stream is not None and not device.is_own_stream(stream):
                 raise StateError(f"stream: {stream!r} is not the resources' stream; hand_over() moves them to it")
             if self._graph.is_closed:
                 raise StateError("launch: the captured step is closed; capture another")
             self._stepper.replay(self._graph, Launched(self.steps, self.tokens, self._driven, self))
 
     def advanced(self, steps: int | None = None) -> None:
-        """Note steps, in the order of their launches (default: all of this step that are not noted yet). Host only."""
-        number = self.launched if steps is None else steps
+        """Note steps (default: all that are not noted yet), and what was launched before them. Host only.
+
+        Raises
+        ------
+        InputError, StateError
+            If `steps` is not a positive integer, or more than were launched.
+        """
+        number = self.launched if steps is None else at_least_one("steps", steps)
         if number:
-            self._batch.advanced(number)
+            self._batch.advanced(self._stepper.reservation.steps_until(self, number))
 
     def close(self) -> None:
         """Give the graph back."""

@@ -41,6 +41,11 @@ class EvenSteps:
         self.upper += self.count
         self._repeats += 1
 
+    @property
+    def repeats_since(self) -> int:
+        """Steps that nobody has noted yet."""
+        return self._repeats
+
     def take_repeats(self) -> int:
         """Return the steps that nobody has noted yet; from now on they count as noted."""
         repeats, self._repeats = self._repeats, 0

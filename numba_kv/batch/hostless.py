@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from numba_kv.batch.arguments import at_least_one, integer
 from numba_kv.batch.capture import CapturedStep
 from numba_kv.device.graph import is_capturing
+from numba_kv.device.unique import Unique
 from numba_kv.errors import CapacityError, InputError
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["HostlessSteps"]
 
 
-class HostlessSteps(ABC):
+class HostlessSteps(Unique, ABC):
     """Part of Batch: capture a step, or enqueue it into a capture of the caller's; make room before, note it after."""
 
     resources: SharedResources

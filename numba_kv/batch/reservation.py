@@ -43,6 +43,25 @@ class Reservation:
         """Return the steps of `owner` that were launched and not noted."""
         return sum(launch.steps for launch in self._launched if launch.owner is owner)
 
+    def steps_until(self, owner: object, steps: int) -> int:
+        """Return the steps to note, in their order, until `steps` of `owner` are among them.
+
+        Raises
+        ------
+        StateError
+            If `owner` launched fewer.
+        """
+        total, left = 0, steps
+        for launch in self._launched:
+            if launch.owner is owner:
+                part = min(left, launch.steps)
+                total, left = total + part, left - part
+                if not left:
+                    return total
+            else:
+                total += launch.steps
+        raise StateError(f"steps: {steps} are noted, {self.launched_by(owner)} were launched")
+
     def check_settled(self) -> None:
         """Raise StateError if steps were launched and not noted: the host would decide on old lengths."""
         if self._launched:

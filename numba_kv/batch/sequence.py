@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from numba_kv.device.unique import Unique
 from numba_kv.errors import StateError
 
 if TYPE_CHECKING:
@@ -12,13 +13,11 @@ if TYPE_CHECKING:
 __all__ = ["Sequence"]
 
 
-class Sequence:
+class Sequence(Unique):
     """Handle of a sequence. Made by `Batch.admit`; host only.
 
     Attributes
     ----------
-    row : int
-        Its row in every table; only `Batch.compact` changes it.
     generation : int
         Its number, counted over all admissions of the batch: no two sequences share it.
     prompt_tokens : int
@@ -27,14 +26,23 @@ class Sequence:
         Whether it still has a row.
     """
 
-    __slots__ = ("_batch", "generation", "prompt_tokens", "row", "state")
+    __slots__ = ("_batch", "_row", "generation", "prompt_tokens", "state")
 
     def __init__(self, batch: Batch, row: int, generation: int, prompt_tokens: int) -> None:
         self._batch = batch
-        self.row = row
+        self._row = row
         self.generation = generation
         self.prompt_tokens = prompt_tokens
         self.state = "active"
+
+    @property
+    def row(self) -> int:
+        """Its row in every table; only `Batch.compact` changes it."""
+        return self._row
+
+    def move(self, row: int) -> None:
+        """Note another row (for `Batch.compact`)."""
+        self._row = row
 
     @property
     def length(self) -> int:
@@ -47,7 +55,7 @@ class Sequence:
         """
         if self.state != "active":
             raise StateError(f"{self!r} is retired and has no length")
-        return self._batch.length_of(self.row)
+        return self._batch.length_of(self._row)
 
     @property
     def pending_tokens(self) -> int:

@@ -227,6 +227,21 @@ class Stepper:
         if repeats:
             self.ledger.note_even_steps(repeats * self._even.counts, self._even.counts)
 
+    def bounds(self, row: int) -> tuple[int, int]:
+        """Return the shortest and the longest that a row can be now; changes nothing."""
+        ahead = self._even.repeats_since * int(self._even.counts[row])
+        return int(self.ledger.lo[row]) + ahead, int(self.ledger.hi[row]) + ahead
+
+    def counters(self) -> BatchStats:
+        """Return a copy of the counters, pages rotated by sequences that are still active included; changes nothing."""
+        copy = BatchStats(**vars(self.stats))
+        ledger, repeats = self.ledger, self._even.repeats_since
+        begin = ledger.mapped_begin
+        if repeats:
+            begin = ledger.mapped_after(repeats * self._even.counts, self._even.counts)
+        copy.rotated_pages += int(begin[1:, ledger.live].sum())
+        return copy
+
     def waiting_row(self) -> tuple[int, int]:
         """Return a row with prompt tokens that no step has appended, and how many; (0, 0) if there is none."""
         self.settle()

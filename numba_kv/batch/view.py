@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from numba_kv.device.unique import Unique
+
 if TYPE_CHECKING:
     from numba_kv.cache.step_buffers import StepBuffers
     from numba_kv.device import Tensor
@@ -11,7 +13,7 @@ if TYPE_CHECKING:
 __all__ = ["StepView"]
 
 
-class StepView:
+class StepView(Unique):
     """What a forward pass reads after `Batch.step`. Borrows tensors at fixed addresses; the next step overwrites them.
 
     Symbols: B rows, G window groups (0 is full attention), L table width, T tokens of a step at most, W window.

@@ -387,10 +387,12 @@ class KVPageTable:
 
         Stream: waits for uploads in flight; the device memory is freed in the order of the device's own stream.
         """
-        if self._guard.close():
-            with self._device.active():
-                self._gather.close()
-                self._copy.close()
+        if self._guard.is_closed:
+            return
+        self._guard.close()
+        with self._device.active():
+            self._gather.close()
+            self._copy.close()
 
     def __repr__(self) -> str:
         return f"KVPageTable({self._name!r}, {self._mode}, [{self._max_batch}, 2, {self._width}], num_pages={self._num_pages})"

@@ -139,5 +139,5 @@ def _describe(group: GroupPlan, offsets: dict[str, int]) -> list[int]:
     row[layout.BLOCK_AT] = offsets["block_tables"]
     row[layout.SLOT_AT] = offsets["slot_mapping"]
     row[layout.CARRY_AT] = offsets["carry_slots"]
-    row[layout.CARRY_WIDTH] = max(0, group.window.tokens - 1)
+    row[layout.CARRY_WIDTH] = group.carry_width
     return row

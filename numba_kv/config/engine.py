@@ -136,6 +136,12 @@ class LLMEngineConfig:
             "reduced_vocab_size",
         ):
             check_int(name, getattr(self, name), 0, INT32_MAX)
+        if not isinstance(self.use_bounded_swa, bool):
+            raise ConfigError(f"use_bounded_swa: {self.use_bounded_swa!r} is not a bool")
+        if not isinstance(self.model_type, str):
+            raise ConfigError(f"model_type: {self.model_type!r} is not a string")
+        if not isinstance(self.ropes, tuple) or not all(isinstance(rope, RopeConfig) for rope in self.ropes):
+            raise ConfigError("ropes: a tuple of RopeConfig is wanted")
         object.__setattr__(self, "kv_cache_dtype", check_kv_cache_dtype(self.kv_cache_dtype))
         if self.max_batch_tokens < self.max_batch_size:
             raise ConfigError(

@@ -7,7 +7,7 @@ object. Knows how a file is laid out; layers, families, rotary parameters and re
 from __future__ import annotations
 
 from numba_kv.config.engine import MAX_KV_CACHE_CAPACITY, LLMEngineConfig, check_kv_cache_dtype
-from numba_kv.config.huggingface_families import KEY_ALIASES, NESTED_DEFAULTS, family_of
+from numba_kv.config.huggingface_families import HEAD_DIMS, KEY_ALIASES, NESTED_DEFAULTS, family_of
 from numba_kv.config.huggingface_layers import read_layers
 from numba_kv.config.huggingface_rope import read_ropes
 from numba_kv.config.huggingface_support import refuse_unsupported
@@ -45,6 +45,7 @@ def read_huggingface(top: Reader, limits: Limits) -> LLMEngineConfig:
         )
     text, model_type = _text_model(top)
     family = family_of(model_type)
+    _refuse_bare(text, family, limits)
     capacity = limits.max_kv_cache_capacity or _stated_capacity(text)
     layers = read_layers(text, family, capacity)
     positions = text.integer("max_position_embeddings", 1, default=capacity)
@@ -90,6 +91,19 @@ def _text_model(top: Reader) -> tuple[Reader, str]:
         if name not in values and alias in values:
             values[name] = values[alias]
     return reader.with_values(values), model_type
+
+
+def _refuse_bare(text: Reader, family: str, limits: Limits) -> None:
+    """Name at once all that is missing where more than one key is: such a file is none of a model, or the wrong part of one."""
+    missing = [key for key in ("num_hidden_layers", "num_attention_heads") if not text.has(key)]
+    if family not in HEAD_DIMS and not any(text.has(key) for key in ("head_dim", "kv_channels", "hidden_size")):
+        missing.append("head_dim (or hidden_size)")
+    if limits.max_kv_cache_capacity is None and not text.has("max_position_embeddings"):
+        missing.append("max_position_embeddings (or pass max_kv_cache_capacity)")
+    if len(missing) > 1:
+        names = [*(["model_type"] if not family else []), *missing]
+        place = f" of {text.path}" if text.path else ""
+        raise ConfigError(f"{text.parser}: keys{place} are missing: {', '.join(names)}; a model's config.json states them")
 
 
 def _stated_capacity(text: Reader) -> int:

@@ -36,6 +36,8 @@ class AttentionLayer:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= INT32_MAX:
                 raise ConfigError(f"{name}: {value!r} is not an integer from 1 to {INT32_MAX}")
+        if not isinstance(self.window, Window):
+            raise ConfigError(f"window: {self.window!r} is not a Window")
 
     @property
     def owns_kv(self) -> bool:

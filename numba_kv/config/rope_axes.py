@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from numba_kv.config.rope import RopeConfig
 from numba_kv.config.read import Reader
+from numba_kv.config.rope import RopeConfig
 
 __all__ = ["has_axes", "pair_axes"]
 

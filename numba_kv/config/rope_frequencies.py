@@ -9,8 +9,8 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from numba_kv.config.rope import RopeConfig
 from numba_kv.config.read import Reader
+from numba_kv.config.rope import RopeConfig
 from numba_kv.errors import ConfigError
 from numba_kv.geometry import INT32_MAX
 

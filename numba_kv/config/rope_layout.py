@@ -18,9 +18,9 @@ from functools import cached_property
 
 from numba_kv.config.engine import LLMEngineConfig
 from numba_kv.config.rope import RopeConfig
-from numba_kv.geometry import round_up
 from numba_kv.config.rope_axes import has_axes
 from numba_kv.config.rope_frequencies import variant_limits
+from numba_kv.geometry import round_up
 
 __all__ = ["RopeLayout", "engine_layouts"]
 

@@ -9,7 +9,7 @@ from operator import index
 from typing import TYPE_CHECKING, Any
 
 from numba_kv.device.memory import Memory, MemoryStats
-from numba_kv.device.stream import Stream
+from numba_kv.device.stream import Stream, stream_handle
 from numba_kv.device.target import resolve_target
 from numba_kv.device.tensor import Tensor
 from numba_kv.dtypes import DType
@@ -60,6 +60,12 @@ class Device(ABC):
     @abstractmethod
     def as_stream(self, stream: object | None) -> Stream:
         """Return `stream` as a Stream of this device; None gives a new one."""
+
+    def is_own_stream(self, stream: object) -> bool:
+        """Return whether `stream` is the device's own."""
+        if isinstance(stream, Stream):
+            return stream is self.stream or (stream.handle != 0 and stream.handle == self.stream.handle)
+        return bool(stream_handle(stream) == self.stream.handle != 0)
 
     @abstractmethod
     def as_capturing_stream(self, stream: object) -> Stream:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING
 
-from numba_kv.errors import NumbaKVError, StateError
+from numba_kv.errors import StateError
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -25,9 +25,9 @@ class CallGuard:
     name : str
         What messages call the object.
     poisons : bool
-        Whether a failed call can end the object. If so, a refusal (an error of this library raised before anything was
-        enqueued) leaves it usable, but anything that goes wrong while work is being enqueued poisons it, because host and
-        device may then disagree. If not, it is usable after every error: for objects that change their own state only
+        Whether a failed call can end the object. If so, an error raised before anything was enqueued leaves it usable, but
+        anything that goes wrong while work is being enqueued poisons it, because host and device may then disagree, and so
+        does an interrupt at any time. If not, it is usable after every error: for objects that change their own state only
         after the work is enqueued.
 
     Attributes
@@ -46,7 +46,8 @@ class CallGuard:
         self._device = device
         self._name = name
         self._poisons = poisons
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # the thread that was interrupted in a call can still close the object
+        self._is_busy = False
         self._entered = False
         self.host = HostCalls(self)
         self.is_closed = False
@@ -62,7 +63,7 @@ class CallGuard:
             raise
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if error is not None and self._poisons and (self.is_enqueueing or not isinstance(error, NumbaKVError)):
+        if error is not None and self._poisons and (self.is_enqueueing or not isinstance(error, Exception)):
             self.poison = error
         self.is_enqueueing = False
         try:
@@ -85,12 +86,16 @@ class CallGuard:
             if self.poison is not None:
                 reason = f"{self._name} failed while work was being enqueued ({self.poison!r}); close it"
                 raise StateError(reason) from self.poison
+            if self._is_busy:
+                raise StateError(f"{self._name}: a call is running in this thread, or was interrupted; close it")
+            self._is_busy = True
         except BaseException:
-            self.release()
+            self._lock.release()
             raise
 
     def release(self) -> None:
         """Let the next call in."""
+        self._is_busy = False
         self._lock.release()
 
     def check_open(self) -> None:
@@ -98,20 +103,17 @@ class CallGuard:
         if self.is_closed:
             raise StateError(f"{self._name} is closed")
 
-    def close(self) -> bool:
-        """Refuse every later call; return False if `close` was called before.
+    def close(self) -> None:
+        """Refuse every later call; a second call does nothing.
 
         Raises
         ------
         StateError
             If a call is running in another thread.
         """
-        if self.is_closed:
-            return False
         self._acquire()
         self.is_closed = True
-        self.release()
-        return True
+        self._lock.release()
 
     def _acquire(self) -> None:
         if not self._lock.acquire(blocking=False):

@@ -84,14 +84,16 @@ def address_of(function: object) -> int:
 
 
 class PumpJob:
-    """One upload.
+    """One upload: windows of equal size, numbered from 0, the last one shorter.
 
     Parameters
     ----------
-    pieces : sequence of (descriptor, file offset, offset in the block, nbytes)
-        Descriptor -1: zeros.
-    windows : sequence of (first piece, pieces, offset in the destination, nbytes)
-        Each goes through one block.
+    segments : sequence of (begin, end, descriptor, file offset)
+        What fills the destination, by rising `begin`, none empty; what lies between becomes 0.
+    skipped : sequence of int
+        Windows that somebody else fills; segments in them may have any descriptor.
+    window_nbytes, total_nbytes : int
+        Size of a window, and of all.
     destination : int
         Device address.
     stream : int
@@ -102,15 +104,19 @@ class PumpJob:
 
     def __init__(
         self,
-        pieces: Sequence[tuple[int, int, int, int]],
-        windows: Sequence[tuple[int, int, int, int]],
+        segments: Sequence[tuple[int, int, int, int]],
+        skipped: Sequence[int],
         *,
+        window_nbytes: int,
+        total_nbytes: int,
         destination: int,
         stream: int,
         num_readers: int,
     ) -> None:
-        self.pieces = np.array(pieces, np.int64).reshape(-1, 4)
-        self.windows = np.array(windows, np.int64).reshape(-1, 4)
+        self.segments = np.array(segments, np.int64).reshape(-1, 4)
+        self.skipped = np.zeros(-(-total_nbytes // window_nbytes), np.int64)
+        self.skipped[list(skipped)] = 1
+        self.sizes = np.array([window_nbytes, total_nbytes], np.int64)
         self.destination = destination
         self.stream = stream
         self.state = np.zeros(2, np.int64)  # the next window; not 0: stop
@@ -160,8 +166,9 @@ class Pump:
         Stream: enqueues copies and events.
         """
         code = self._loop(
-            job.pieces,
-            job.windows,
+            job.segments,
+            job.skipped,
+            job.sizes,
             job.state,
             job.state.ctypes.data,
             job.done,

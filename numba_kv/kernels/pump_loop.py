@@ -39,40 +39,52 @@ def _take(typingctx, address):
     return types.int64(types.int64), codegen
 
 
-def _pump_windows(pieces, windows, state, counter, done, functions, blocks, events, reader, destination, stream):
+def _pump_windows(segments, skipped, sizes, state, counter, done, functions, blocks, events, reader, destination, stream):
     """Take windows until there are none: wait for a block, fill it, enqueue its copy and an event.
 
     Returns 0 when nothing is left, 1 + window if its bytes could not be read, -status if the driver refused.
     """
     read, zero, copy, record, wait = functions[0], functions[1], functions[2], functions[3], functions[4]
+    size, total = sizes[0], sizes[1]
     turn = 0
     while state[1] == 0:
         window = _take(counter)
-        if window >= windows.shape[0]:
+        if window >= skipped.shape[0]:
             break
+        if skipped[window] != 0:
+            continue
         slot = turn % blocks.shape[0]
         block, event = blocks[slot], events[slot]
         status = np.int32(_call(wait, event, 0, 0, 0))
         if status != 0:
             return -np.int64(status)
-        first, count, offset, nbytes = windows[window, 0], windows[window, 1], windows[window, 2], windows[window, 3]
-        for piece in range(first, first + count):
-            descriptor, at, begin, wanted = pieces[piece, 0], pieces[piece, 1], pieces[piece, 2], pieces[piece, 3]
-            if descriptor < 0:
-                _call(zero, block + begin, 0, wanted, 0)
-                continue
-            got = 0
-            while got < wanted:
-                more = _call(read, descriptor, block + begin + got, wanted - got, at + got)
+        begin, end = window * size, min(window * size + size, total)
+        at = begin
+        segment, above = 0, segments.shape[0]  # the first segment that ends behind `begin`
+        while segment < above:
+            middle = (segment + above) // 2
+            if segments[middle, 1] > begin:
+                above = middle
+            else:
+                segment = middle + 1
+        while segment < segments.shape[0] and segments[segment, 0] < end:
+            low, high = max(begin, segments[segment, 0]), min(end, segments[segment, 1])
+            _call(zero, block + at - begin, 0, low - at, 0)
+            descriptor, ahead = segments[segment, 2], segments[segment, 3] - segments[segment, 0]
+            at = low
+            while at < high:
+                more = _call(read, descriptor, block + at - begin, high - at, at + ahead)
                 if more <= 0:
                     return 1 + window
-                got += more
-        status = np.int32(_call(copy, destination + offset, block, nbytes, stream))
+                at += more
+            segment += 1
+        _call(zero, block + at - begin, 0, end - at, 0)
+        status = np.int32(_call(copy, destination + begin, block, end - begin, stream))
         if status == 0:
             status = np.int32(_call(record, event, stream, 0, 0))
         if status != 0:
             return -np.int64(status)
-        done[reader] += nbytes
+        done[reader] += end - begin
         turn += 1
     return 0
 
@@ -80,7 +92,7 @@ def _pump_windows(pieces, windows, state, counter, done, functions, blocks, even
 def _compiled():
     """Return the loop with its machine code kept on disk, or for this process alone where there is no place for it."""
     tables, words, word = "int64[:, ::1]", "int64[::1]", "int64"
-    taken = ", ".join([tables, tables, words, word, words, words, words, words, word, word, word])
+    taken = ", ".join([table, words, words, words, word, words, words, words, words, word, word, word])
     for cache in (True, False):
         try:
             return numba.njit(f"int64({taken})", nogil=True, cache=cache, _nrt=False)(_pump_windows)

@@ -166,9 +166,15 @@ class RowLedger:
         self.lo += counts
         self.hi += counts
         np.maximum(self.high_water, self.hi, out=self.high_water)
-        self._note_mapped(self.lo - last, last)
+        self._map(self.lo - last, last, self.mapped_begin)
 
-    def _note_mapped(self, start: NDArray[np.int64], counts: NDArray[np.int64]) -> None:
+    def mapped_after(self, counts: NDArray[np.int64], last: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return `mapped_begin` as `note_even_steps` would leave it; changes nothing."""
+        begin: NDArray[np.int64] = self.mapped_begin.copy()
+        self._map(self.lo + counts - last, last, begin)
+        return begin
+
+    def _map(self, start: NDArray[np.int64], counts: NDArray[np.int64], mapped_begin: NDArray[np.int64]) -> None:
         moved = counts > 0
         for g, group in enumerate(self.plan.groups):
             if group.window.is_full:
@@ -176,7 +182,7 @@ class RowLedger:
             window, page = group.window.tokens, group.page_tokens
             low = np.maximum(0, start - window + 1) if group.window.kind == "sliding" else start // window * window
             begin = np.maximum(low // page, -(-(start + counts) // page) - group.ring)
-            np.copyto(self.mapped_begin[g], begin, where=moved)
+            np.copyto(mapped_begin[g], begin, where=moved)
 
     def rewind_problem(self, row: int, target: int) -> str | None:
         """Return why a row cannot be rewound to `target` tokens, or None."""

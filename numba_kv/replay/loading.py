@@ -48,11 +48,10 @@ def merged_windows(args: Namespace, config: LLMEngineConfig) -> list[str]:
         whole = load_model(args, rows=1, capacity=MAX_KV_CACHE_CAPACITY, max_batch_tokens=None)
     except NumbaKVError:  # a file that allows only its own capacity has lost nothing
         return []
-    lost = Counter(
-        str(mine.window) for mine, used in zip(whole.layers, config.layers, strict=True) if used.window.is_full != mine.window.is_full
-    )
+    pairs = zip(whole.layers, config.layers, strict=True)
+    lost = Counter(str(mine.window) for mine, used in pairs if used.window != mine.window)
     return [
-        f"{count} layers with {window} attention are full attention here: the window covers the capacity of "
-        f"{config.max_kv_cache_capacity:,} tokens (--capacity)"
+        f"{count} layers of {window} are full attention here: the window covers the capacity of "
+        f"{config.max_kv_cache_capacity:,} tokens (see --capacity)"
         for window, count in lost.items()
     ]

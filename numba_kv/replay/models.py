@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from importlib.resources import files
 from pathlib import Path
 
+from numba_kv.errors import ConfigError
+
 __all__ = ["builtin_names", "find_config"]
 
 
@@ -23,9 +25,16 @@ def find_config(name: str) -> str | Mapping[str, object]:
     """Return what `load_engine_config` takes: the path `name`, or the content of the built-in configuration of that name.
 
     A file of that name comes first.
+
+    Raises
+    ------
+    ConfigError
+        If there is neither.
     """
-    if not Path(name).exists() and name in builtin_names():
+    if Path(name).exists():
+        return name
+    if name in builtin_names():
         text = (files("numba_kv.replay") / "configs" / f"{name}.json").read_text(encoding="utf-8")
         content: dict[str, object] = json.loads(text)
         return content
-    return name
+    raise ConfigError(f"CONFIG: {name!r} is neither a file nor a built-in model ({', '.join(builtin_names())})")

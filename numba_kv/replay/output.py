@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from numba_kv.errors import InputError
 
 __all__ = ["Output", "check_writable"]
 
-#: Columns of a table that goes into a file or a pipe.
+#: Columns of a table that goes into a file or a pipe, unless COLUMNS says how many.
 _PLAIN_WIDTH = 110
 
 
@@ -26,7 +27,9 @@ def _console(*, stderr: bool) -> Console:
     if isinstance(stream, io.TextIOWrapper):
         stream.reconfigure(errors="replace")  # a terminal that cannot show a bar shows a question mark
     console = Console(stderr=stderr, highlight=False)
-    return console if console.is_terminal else Console(stderr=stderr, highlight=False, width=max(console.width, _PLAIN_WIDTH))
+    if console.is_terminal or os.environ.get("COLUMNS", "").isdecimal():  # which rich takes
+        return console
+    return Console(stderr=stderr, highlight=False, width=_PLAIN_WIDTH)
 
 
 def check_writable(option: str, name: str | None) -> Path | None:

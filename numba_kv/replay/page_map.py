@@ -10,7 +10,7 @@ shown is what a kernel would find. One row of a sliding window, 8 pages of a row
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
@@ -63,6 +63,7 @@ class PageMap:
     """The page tables of every group that has layers."""
 
     target: str
+    lookahead_pages: int
     groups: tuple[GroupMap, ...]
 
     def to_json(self) -> dict[str, object]:
@@ -89,7 +90,7 @@ def page_map(resources: SharedResources, lengths: Sequence[int], steps: int) -> 
             for group in resources.plan.groups
             if not group.is_empty
         )
-    return PageMap(resources.device.target, groups)
+    return PageMap(resources.device.target, resources.plan.config.lookahead_pages, groups)
 
 
 def _group_map(group: GroupPlan, rows: list[tuple[int, int]], table: list[list[int]]) -> GroupMap:
@@ -109,36 +110,50 @@ def _group_map(group: GroupPlan, rows: list[tuple[int, int]], table: list[list[i
     )
 
 
-def page_map_table(shown: PageMap) -> RenderableType:
-    """Return one table per group: a bar of each row's logical pages, and the first and last mapped entries."""
-    return Group(*(_group_table(group) for group in shown.groups), f"█ mapped  ▒ partly  · behind the window  ({shown.target})")
+def page_map_table(shown: PageMap, notes: Iterable[str] = ()) -> RenderableType:
+    """Return one table per group: a bar of each row's logical pages, and the first and last mapped entries; then notes."""
+    return Group(
+        *(_group_table(group) for group in shown.groups),
+        f"█ mapped  ▒ partly  ░ mapped ahead of the length  · behind the window  ({shown.target})",
+        f"Rows of full attention are mapped up to {shown.lookahead_pages} pages ahead of their length (lookahead).",
+        *notes,
+    )
 
 
 def _group_table(group: GroupMap) -> Table:
+    span = _span(group)
     ring = f", ring of {group.ring_pages} pages, page l at l mod {group.ring_pages}" if group.ring_pages else ""
     title = f"Group {group.index}: {group.window} attention, pages of {group.page_tokens} tokens{ring}"
     table = Table(title=title, title_justify="left", header_style="bold")
     table.add_column("row", justify="right")
     table.add_column("tokens", justify="right")
-    table.add_column(f"{group.row_pages} logical pages", no_wrap=True)
+    table.add_column(f"logical pages [0, {span:,}) of {group.row_pages:,}", no_wrap=True)
     table.add_column("mapped", no_wrap=True)
     table.add_column("logical@ring→id" if group.ring_pages else "logical→id")
     for row in group.rows:
         mapped = f"{len(row.pages)} in [{row.pages[0].logical}, {row.pages[-1].logical + 1})" if row.pages else "0"
-        table.add_row(str(row.row), f"{row.length:,}", _bar(group, row), mapped, _entries(row))
+        table.add_row(str(row.row), f"{row.length:,}", _bar(group, row, span), mapped, _entries(row))
     return table
 
 
-def _bar(group: GroupMap, row: RowMap) -> str:
-    """Return the row's logical pages in at most `_BAR` cells, each of as many pages as it takes."""
-    per_cell = ceil_div(group.row_pages, _BAR)
+def _span(group: GroupMap) -> int:
+    """Return the logical pages that are drawn: up to the last one that any row of the group uses or has mapped."""
+    used = [ceil_div(row.length, group.page_tokens) for row in group.rows]
+    return max(used + [row.pages[-1].logical + 1 for row in group.rows if row.pages])
+
+
+def _bar(group: GroupMap, row: RowMap, span: int) -> str:
+    """Return the row's first `span` logical pages in at most `_BAR` cells, each of as many pages as it takes."""
+    per_cell = ceil_div(span, _BAR)
     mapped = {page.logical for page in row.pages}
     used = ceil_div(row.length, group.page_tokens)
     cells = []
-    for first in range(0, group.row_pages, per_cell):
-        pages = range(first, min(first + per_cell, group.row_pages))
+    for first in range(0, span, per_cell):
+        pages = range(first, min(first + per_cell, span))
         count = sum(page in mapped for page in pages)
-        if count == len(pages):
+        if count and first >= used:
+            cells.append("░")
+        elif count == len(pages):
             cells.append("█")
         elif count:
             cells.append("▒")

@@ -102,6 +102,8 @@ def plan_table(plan: MemoryPlan, budget: Budget | None, name: str, notes: Iterab
         )
     sums = _table("", "total", "", text=1)
     sums.show_header = False
+    label, value = sums.columns
+    label.no_wrap, value.no_wrap = False, True  # where there is little room
     sums.add_row("pools", format_bytes(plan.pool_nbytes))
     sums.add_row("tables and step data", format_bytes(plan.nbytes - plan.pool_nbytes))
     sums.add_row("everything", f"{format_bytes(plan.nbytes)} ({plan.nbytes:,} B)")
@@ -151,7 +153,7 @@ def group_rows(figures: ReplayFigures) -> list[tuple[str, ...]]:
 
     The audit at the end finds empty rows: without another one there is no column of what was mapped.
     """
-    heads = ("group", "attention", "layers", "ring R", "peak pages", "bound", "peak bytes", "every token kept")
+    heads = ("group", "attention", "layers", "ring R", "peak pages", "bound", "peak bytes", "keeping all")
     rows = [
         (
             str(g.index),
@@ -174,13 +176,10 @@ def group_rows(figures: ReplayFigures) -> list[tuple[str, ...]]:
 def group_notes(figures: ReplayFigures) -> list[str]:
     """Return what the columns of `group_rows` mean."""
     notes = ["Peak pages: what rows held at once. A window's ring is taken whole at admission; full rows hold pages ahead."]
-    notes += [
-        f"Keeping every token would take {format_bytes(g.every_token_nbytes)} in the {g.layers} layers of group {g.index}."
-        for g in figures.groups
-        if g.ring_pages
-    ]
+    if any(g.ring_pages for g in figures.groups):
+        notes.append("Keeping all: what the layers would have taken if they kept every token.")
     if _was_audited_on_the_way(figures):
-        notes.append("Mapped at an audit: the most entries that an audit found in the page table; the peak may lie between two.")
+        notes.append("Mapped at an audit: the most pages that an audit found in the page table; the peak may lie between two.")
     return notes
 
 

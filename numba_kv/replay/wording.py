@@ -27,7 +27,7 @@ _OPTIONS = {
 _MADE_OF: Mapping[str, Mapping[str, str]] = {
     "replay": {"max_batch_tokens": "--batch + --chunk"},
     "inspect": {"max_batch_tokens": "--batch + the sum of --tokens"},
-    "bench": {"max_kv_cache_capacity": "--repeat"},
+    "bench": {"max_batch_tokens": "--batch x 600 tokens", "max_kv_cache_capacity": "--repeat + 650"},
 }
 _ARGUMENT = re.compile(rf"(?<![\w./\\'\"-])(?:{'|'.join(_OPTIONS)})(?![\w./\\'\"])")
 #: Only these say something by their first word alone.

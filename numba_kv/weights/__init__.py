@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from numba_kv.config.lora_layout import LoRALayout
+from numba_kv.config.lora_target import LoRATarget
 from numba_kv.config.rope_frequencies import keys_stay_valid
 from numba_kv.config.rope_layout import RopeLayout, engine_layouts
 from numba_kv.weights.binding import Shard, WeightBinding, WeightInput
 from numba_kv.weights.checkpoint import Checkpoint
 from numba_kv.weights.external import ExternalWeightManager, TensorTable
-from numba_kv.weights.lora_layout import LoRALayout
 from numba_kv.weights.lora_manager import NO_ADAPTER_HASH, LoRAManager
 from numba_kv.weights.lora_slots import LoRAAdapter
-from numba_kv.weights.lora_targets import LoRATarget, targets_from_config
+from numba_kv.weights.lora_targets import targets_from_config
 from numba_kv.weights.lora_tensors import LoRATensors
 from numba_kv.weights.rope_cache import RopeCache, RopeStats
 from numba_kv.weights.rope_gather import RopeGather, RowSets

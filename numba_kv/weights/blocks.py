@@ -6,8 +6,8 @@ Knows which block is idle. Does not know what goes through it.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from threading import Lock
 from typing import TYPE_CHECKING
 
 from numba_kv.errors import DeviceError, InvariantError
@@ -22,12 +22,13 @@ __all__ = ["Block", "Blocks", "host_bytes"]
 
 
 class Block:
-    """One block: its memory, and the event behind the last copy out of it."""
+    """One block: its bytes, and the event behind the last copy out of it."""
 
-    def __init__(self, memory: Memory) -> None:
-        self.memory = memory
-        self.bytes: NDArray[np.uint8] = host_bytes(memory)
+    def __init__(self, array: NDArray[np.uint8]) -> None:
+        self.bytes = array
+        self.address = int(array.ctypes.data)
         self.event: Event | None = None
+        self.native_event = 0
 
     def wait(self) -> None:
         """Wait for the last copy out of the block."""
@@ -37,85 +38,93 @@ class Block:
 
 
 class Blocks:
-    """Up to `each` blocks a reader. Owns them; a reader's are made on its own thread, when it first needs them."""
+    """Up to `each` blocks a reader, in one piece of page-locked memory. Owns it.
+
+    Blocks go round the readers: reader r of n has blocks r, r + n, and so on.
+    """
 
     def __init__(self, device: Device, nbytes: int, *, num_readers: int, each: int) -> None:
         self._device = device
         self._nbytes = nbytes
-        self._each = each
-        self._blocks: list[list[Block]] = [[] for _ in range(num_readers)]
-        self._events: dict[Block, int] = {}
+        self._num_readers = num_readers
+        self._most = num_readers * each
+        self._memory: Memory | None = None
+        self._blocks: list[Block] = []
         self._turns = [0] * num_readers
-        self._counting = Lock()  # the device counts what it gives out, one thread at a time
 
     @property
     def nbytes(self) -> int:
         """Page-locked bytes held now."""
-        return sum(block.memory.nbytes for blocks in self._blocks for block in blocks)
+        return 0 if self._memory is None else self._memory.nbytes
+
+    def prepare(self, wanted: int, threads: ThreadPoolExecutor) -> None:
+        """Have `wanted` blocks, or as many as there may be; every block is idle."""
+        wanted = min(wanted, self._most)
+        if wanted <= len(self._blocks):
+            return
+        self.close()
+        self._memory = self._make(wanted * self._nbytes, threads)
+        array = host_bytes(self._memory)
+        self._blocks = [Block(array[i * self._nbytes : (i + 1) * self._nbytes]) for i in range(wanted)]
 
     @contextmanager
     def idle(self, reader: int) -> Iterator[Block]:
         """Lend the reader's block whose turn it is, once its last copy has run; record an event when it is given back."""
-        blocks, place = self._blocks[reader], self._turns[reader] % self._each
-        if place >= len(blocks):
-            blocks.append(self._make())
-        block = blocks[place]
+        mine = self._of(reader)
+        block = mine[self._turns[reader] % len(mine)]
         block.wait()
         yield block
         block.event = self._device.stream.record()
         self._turns[reader] += 1
 
-    def of(self, reader: int) -> tuple[list[int], list[int]]:
+    def native(self, reader: int) -> tuple[list[int], list[int]]:
         """Return addresses and driver events of all blocks of a reader, idle."""
         from numba_kv.kernels.pump import make_event
 
-        blocks = self._blocks[reader]
-        while len(blocks) < self._each:
-            blocks.append(self._make())
-        for block in blocks:
+        mine = self._of(reader)
+        for block in mine:
             block.wait()
-            if block not in self._events:
-                self._events[block] = make_event()
-        return [block.memory.address for block in blocks], [self._events[block] for block in blocks]
+            block.native_event = block.native_event or make_event()
+        return [block.address for block in mine], [block.native_event for block in mine]
 
-    def used(self, reader: int) -> None:
+    def wait_native(self, reader: int) -> None:
         """Wait for the driver events of a reader's blocks, so that they are idle."""
         from numba_kv.kernels.pump import wait_event
 
-        for block in self._blocks[reader]:
-            wait_event(self._events[block])
+        for block in self._of(reader):
+            if block.native_event:
+                wait_event(block.native_event)
 
     def drain(self) -> None:
         """Wait for every copy."""
-        for blocks in self._blocks:
-            for block in blocks:
-                block.wait()
+        for block in self._blocks:
+            block.wait()
 
     def close(self) -> None:
-        """Give the blocks back; a second call does nothing. No copy may be under way."""
+        """Give the memory back; a second call does nothing. No copy may be under way."""
         with self._device.active():
-            if self._events:
-                from numba_kv.kernels.pump import destroy_event
+            while self._blocks:
+                event = self._blocks.pop().native_event
+                if event:
+                    from numba_kv.kernels.pump import destroy_event
 
-                while self._events:
-                    destroy_event(self._events.popitem()[1])
-            for blocks in self._blocks:
-                while blocks:
-                    blocks.pop().memory.close(self._device.stream)
+                    destroy_event(event)
+            memory, self._memory = self._memory, None
+            if memory is not None:
+                memory.close(self._device.stream)
 
-    def _make(self) -> Block:
+    def _of(self, reader: int) -> list[Block]:
+        return self._blocks[reader :: self._num_readers]
+
+    def _make(self, nbytes: int, threads: ThreadPoolExecutor) -> Memory:
         if self._device.target == "cuda":
-            from numba_kv.device.locked_pages import LockedPages
+            from numba_kv.device.locked_pages import locked_pages
 
             try:
-                pages = LockedPages(self._device, self._nbytes)  # type: ignore[arg-type]
+                return locked_pages(self._device, nbytes, threads.map)  # type: ignore[arg-type]
             except DeviceError:  # the system does not let ordinary memory be locked; the driver's own may be
                 pass
-            else:
-                with self._counting:
-                    return Block(pages.as_memory(self._device.pinned))
-        with self._counting:
-            return Block(self._device.allocate_staging(self._nbytes))
+        return self._device.allocate_staging(nbytes)
 
 
 def host_bytes(memory: Memory) -> NDArray[np.uint8]:

@@ -11,12 +11,13 @@ from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import TYPE_CHECKING
 
+from numba_kv.config.lora_target import LoRATarget
 from numba_kv.dtypes import DType, dtype
 from numba_kv.errors import LoRAError
 from numba_kv.weights.lora_files import AdapterFiles, Pair, Source, open_adapter, pairs_of
 from numba_kv.weights.lora_matrices import Matrices, Piece
 from numba_kv.weights.lora_peft import PeftConfig
-from numba_kv.weights.lora_targets import LoRATarget, Placement, TargetTable
+from numba_kv.weights.lora_targets import Placement, TargetTable
 
 if TYPE_CHECKING:
     from types import TracebackType

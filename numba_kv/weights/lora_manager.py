@@ -23,6 +23,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from numba_kv.config.lora_layout import LoRALayout
+from numba_kv.config.lora_target import LoRATarget
 from numba_kv.device import Device, Staging
 from numba_kv.device.graph import is_capturing
 from numba_kv.dtypes import DType, dtype
@@ -31,10 +33,9 @@ from numba_kv.geometry import INT32_MAX, ceil_div
 from numba_kv.kernels.lora_slots import CHUNK_WORDS, switch_adapter
 from numba_kv.weights.lora_adapter import HASH_NBYTES, HostAdapter, ReadOptions, read_adapter
 from numba_kv.weights.lora_files import Source
-from numba_kv.weights.lora_layout import LoRALayout
 from numba_kv.weights.lora_matrices import filler
 from numba_kv.weights.lora_slots import LoRAAdapter, SlotTable
-from numba_kv.weights.lora_targets import LoRATarget, TargetTable
+from numba_kv.weights.lora_targets import TargetTable
 from numba_kv.weights.lora_tensors import LoRATensors
 from numba_kv.weights.upload import STAGING_NBYTES, Progress, Segment, Uploader
 

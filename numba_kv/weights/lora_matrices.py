@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from numba_kv.config.lora_target import LoRATarget
 from numba_kv.dtypes import DType
 from numba_kv.errors import LoRAError
 from numba_kv.geometry import ceil_div
-from numba_kv.weights.lora_targets import LoRATarget
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -14,13 +14,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from operator import index
 
 from numba_kv.config import LLMEngineConfig
+from numba_kv.config.lora_target import LoRATarget, check_count
 from numba_kv.errors import ConfigError, InputError
-from numba_kv.geometry import INT32_MAX
 
-__all__ = ["FUSED", "LoRATarget", "Placement", "TargetTable", "targets_from_config"]
+__all__ = ["FUSED", "Placement", "TargetTable", "targets_from_config"]
 
 #: Fused projection -> the projections that it is made of, in the order of its columns.
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
@@ -29,54 +28,6 @@ FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj
 #: layers have the same names and must not be taken for the language model's.
 _WRAPPERS = ("model", "language_model", "text_model")
 _PEFT_PREFIX = "base_model.model."
-
-
-@dataclass(frozen=True, kw_only=True)
-class LoRATarget:
-    """A projection that takes an adapter: ``y += x @ A @ B``.
-
-    Attributes
-    ----------
-    name : str
-        Path of the module, as ``model.layers.0.self_attn.q_proj``.
-    k, n : int
-        Input and output channels: A is [k, r], B [r, n].
-    parts : tuple of (str, int)
-        For a fused projection: names and columns of what it is made of, in order. Adapters of the parts then fit too.
-    max_rank : int or None
-        Rank that a slot of this target has room for; None: the manager's for each part. The adapters of two parts share a
-        fused target by lying side by side, which adds their ranks.
-    a_name, b_name : str
-        Names of the engine's inputs; empty: `name` and ``.lora_A.weight``, ``.lora_B.weight``.
-    """
-
-    name: str
-    k: int
-    n: int
-    parts: tuple[tuple[str, int], ...] = ()
-    max_rank: int | None = None
-    a_name: str = ""
-    b_name: str = ""
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.name, str) or not self.name:
-            raise InputError(f"target: {self.name!r} is not the name of a module")
-        for field in ("k", "n") if self.max_rank is None else ("k", "n", "max_rank"):
-            _check_count(f"{field} of target {self.name!r}", getattr(self, field))
-        set_ = object.__setattr__
-        set_(self, "parts", tuple((name, columns) for name, columns in self.parts))
-        set_(self, "a_name", self.a_name or f"{self.name}.lora_A.weight")
-        set_(self, "b_name", self.b_name or f"{self.name}.lora_B.weight")
-        for part, columns in self.parts:
-            _check_count(f"columns of part {part!r} of target {self.name!r}", columns)
-        if self.parts and (sum(c for _, c in self.parts) != self.n or len({p for p, _ in self.parts}) < len(self.parts)):
-            raise InputError(
-                f"parts of target {self.name!r}: {self.parts} are not different parts of together {self.n} columns"
-            )
-
-    def rank_room(self, max_rank: int) -> int:
-        """Return the rank that a slot of this target has room for."""
-        return self.max_rank if self.max_rank is not None else max_rank * max(1, len(self.parts))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,19 +166,9 @@ def _each(name: str, value: int | Sequence[int], layers: int) -> list[int]:
     if len(given) != layers:
         raise ConfigError(f"{name}: {len(given)} values for {layers} layers")
     try:
-        return [_check_count(name, number) for number in given]
+        return [check_count(name, number) for number in given]
     except InputError as error:
         raise ConfigError(str(error)) from None
-
-
-def _check_count(name: str, value: object) -> int:
-    try:
-        number = 0 if isinstance(value, bool) else index(value)  # type: ignore[arg-type]
-    except TypeError:
-        number = 0
-    if not 1 <= number <= INT32_MAX:
-        raise InputError(f"{name}: {value!r} is not an integer from 1 to {INT32_MAX}")
-    return number
 
 
 def _own_name(module: str) -> str:

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
+from numba_kv.config.lora_layout import LoRALayout
 from numba_kv.device import Device, Memory, MemoryStats, Tensor
 from numba_kv.dtypes import dtype
 from numba_kv.errors import InputError
-from numba_kv.weights.lora_layout import LoRALayout
 
 __all__ = ["LoRATensors"]
 
@@ -49,12 +49,11 @@ class LoRATensors:
     """
 
     def __init__(self, device: Device, layout: LoRALayout, take: Callable[[str, int], Memory]) -> None:
-        slots, ids = layout.regions
         self._device = device
         self._layout = layout
-        self._memory = take(slots.name, slots.nbytes)
+        self._memory = take("lora.slots", layout.slots_nbytes)
         self._numbers = {target.name: number for number, target in enumerate(layout.targets)}
-        self.adapter_ids = Tensor(take(ids.name, ids.nbytes), device, _INT32, ids.shape)
+        self.adapter_ids = Tensor(take("lora.adapter_ids", layout.ids_nbytes), device, _INT32, (layout.max_batch_size,))
         self.words = Tensor(self._memory, device, _INT64, (layout.num_blocks, layout.slot_nbytes // 8))
         count = len(layout.targets)
         strides = (layout.slot_nbytes // 4, 1)

@@ -56,7 +56,6 @@ class _Run:
         self.done = [0] * self.num_readers  # bytes of each reader
         self.stopped = False
         self.job: PumpJob | None = None
-        self.pumped: list[tuple[int, int]] = []  # the windows of the job
 
     @property
     def done_nbytes(self) -> int:
@@ -168,6 +167,8 @@ class Uploader:
             device.stream.synchronize()  # nothing earlier may still write there
         if self._compiled:
             self._plan_pump(run)
+        if not self._direct:
+            self._blocks.prepare(len(run.windows.ranges), self._threads)
         readers = [self._threads.submit(self._read, run, reader) for reader in range(run.num_readers)]
         try:
             _watch(readers, lambda: report(run.done_nbytes))
@@ -181,25 +182,24 @@ class Uploader:
         """Split the windows into those that are bytes of files alone, for the compiled loop, and the rest."""
         from numba_kv.kernels.pump import Pump, PumpJob, cuda_functions
 
+        windows = run.windows
         if self._pump is None:
             functions = cuda_functions()
             if functions is None:
                 self._compiled = False
                 return
             self._pump = Pump(functions)
-        pieces: list[tuple[int, int, int, int]] = []
-        table, rest = [], []
-        for begin, end in run.windows.ranges:
-            found = run.windows.file_pieces(begin, end)
-            if found is None:
-                rest.append((begin, end))
-                continue
-            table.append((len(pieces), len(found), begin, end - begin))
-            run.pumped.append((begin, end))
-            pieces += found
-        address, stream = run.destination.address, self._device.stream.handle
-        run.left = iter(rest)
-        run.job = PumpJob(pieces, table, destination=address, stream=stream, num_readers=run.num_readers)
+        segments, others = windows.file_ranges()
+        run.left = iter([windows.ranges[place] for place in others])
+        run.job = PumpJob(
+            segments,
+            others,
+            window_nbytes=self._block_nbytes,
+            total_nbytes=windows.nbytes,
+            destination=run.destination.address,
+            stream=self._device.stream.handle,
+            num_readers=run.num_readers,
+        )
 
     def _read(self, run: _Run, reader: int) -> None:
         """Take windows until there are none. Runs on a thread of its own."""
@@ -208,11 +208,11 @@ class Uploader:
                 failed: int | None = 0
                 while failed is not None:
                     try:
-                        failed = self._pump.run(run.job, reader, *self._blocks.of(reader))
+                        failed = self._pump.run(run.job, reader, *self._blocks.native(reader))
                     finally:
-                        self._blocks.used(reader)
+                        self._blocks.wait_native(reader)
                     if failed is not None:  # once more, by the reader that says what is wrong
-                        self._copy(run, reader, *run.pumped[failed])
+                        self._copy(run, reader, *run.windows.ranges[failed])
             for begin, end in run.left:
                 if run.stopped:
                     return
@@ -225,7 +225,7 @@ class Uploader:
             with self._blocks.idle(reader) as block:
                 run.windows.fill(block.bytes[: end - begin], begin)
                 address = run.destination.address + begin
-                self._device.copy_to_device(address, block.memory.address, end - begin, self._device.stream)
+                self._device.copy_to_device(address, block.address, end - begin, self._device.stream)
         run.done[reader] += end - begin
 
     def close(self) -> None:

@@ -73,6 +73,7 @@ class Windows:
 
     def __init__(self, segments: Sequence[Segment], window_nbytes: int) -> None:
         self.nbytes = 0
+        self._size = window_nbytes
         for segment in segments:
             if segment.begin < self.nbytes or segment.begin % GRAIN or segment.nbytes < 0:
                 raise InputError(
@@ -92,22 +93,21 @@ class Windows:
             at = high
         out[at - begin :] = 0
 
-    def file_pieces(self, begin: int, end: int) -> list[tuple[int, int, int, int]] | None:
-        """Return a window as (descriptor, file offset, offset in the window, nbytes); descriptor -1 means zeros.
+    def file_ranges(self) -> tuple[list[tuple[int, int, int, int]], list[int]]:
+        """Return the segments as (begin, end, descriptor, file offset), and the windows that hold other things than files.
 
-        None if something in it is not the bytes of a file.
+        The descriptor of what is not the bytes of a file is -1.
         """
-        at, pieces = begin, []
-        for segment, low, high in self._pieces(begin, end):
-            if not isinstance(segment.fill, FileRange):
-                return None
-            if low > at:
-                pieces.append((-1, 0, at - begin, low - at))
-            pieces.append((segment.fill.descriptor, segment.fill.offset + low - segment.begin, low - begin, high - low))
-            at = high
-        if end > at:
-            pieces.append((-1, 0, at - begin, end - at))
-        return pieces
+        found: list[tuple[int, int, int, int]] = []
+        others: set[int] = set()
+        for segment in self._segments:
+            fill = segment.fill
+            if isinstance(fill, FileRange):
+                found.append((segment.begin, segment.end, fill.descriptor, fill.offset))
+                continue
+            found.append((segment.begin, segment.end, -1, 0))
+            others.update(range(segment.begin // self._size, (segment.end - 1) // self._size + 1))
+        return found, sorted(others)
 
     def _pieces(self, begin: int, end: int) -> Iterator[tuple[Segment, int, int]]:
         """Yield the segments that reach into [begin, end), and where."""

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-__all__ = ["MINE", "FakeDriver", "cuda_device"]
+__all__ = ["MINE", "OTHER", "FakeDriver", "FakeNative", "cuda_device", "fakes"]
 
 #: Addresses of the device's own context and of somebody else's.
 MINE, OTHER = 0x1000, 0x2000

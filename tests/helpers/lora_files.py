@@ -14,14 +14,14 @@ from numpy.typing import NDArray
 from numba_kv.device import Device, Memory
 from numba_kv.weights import LoRAManager, LoRATarget
 
-Q, K, V, O = (f"model.layers.0.self_attn.{name}_proj" for name in "qkvo")
+Q, K, V, OUT = (f"model.layers.0.self_attn.{name}_proj" for name in "qkvo")
 #: Module -> (k, n).
-SIZES = {Q: (12, 16), K: (12, 8), V: (12, 8), O: (16, 12)}
+SIZES = {Q: (12, 16), K: (12, 8), V: (12, 8), OUT: (16, 12)}
 TARGETS = tuple(LoRATarget(name=name, k=k, n=n) for name, (k, n) in SIZES.items())
 QKV = "model.layers.0.self_attn.qkv_proj"
 FUSED_TARGETS = (
     LoRATarget(name=QKV, k=12, n=32, parts=(("q_proj", 16), ("k_proj", 8), ("v_proj", 8))),
-    LoRATarget(name=O, k=16, n=12),
+    LoRATarget(name=OUT, k=16, n=12),
 )
 Pairs = dict[str, tuple[NDArray[Any], NDArray[Any]]]
 
@@ -58,7 +58,13 @@ def save(path: Path, tensors: Mapping[str, NDArray[Any]]) -> Path:
 def save_peft(folder: Path, tensors: Mapping[str, NDArray[Any]], **config: Any) -> Path:
     """Write PEFT's folder; a value of `config` that is `...` leaves its key out."""
     save(folder / "adapter_model.safetensors", tensors)
-    written = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"], **config}
+    written = {
+        "peft_type": "LORA",
+        "r": 4,
+        "lora_alpha": 8,
+        "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"],
+        **config,
+    }
     text = json.dumps({key: value for key, value in written.items() if value is not ...})
     (folder / "adapter_config.json").write_text(text)
     return folder

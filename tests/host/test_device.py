@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-
 import numpy as np
 import pytest
 
@@ -12,6 +10,7 @@ from numba_kv.device.stream import HostStream, stream_handle
 from numba_kv.dtypes import dtype
 from numba_kv.errors import InputError, ShapeError, StateError
 from tests.helpers.late_device import LateDevice
+from tests.helpers.threads import in_a_thread
 
 INT32 = dtype("int32")
 
@@ -202,23 +201,86 @@ def test_no_block_is_written_before_its_copy_has_run() -> None:
     assert to.numpy().tolist() == list(range(1, 301))
 
 
+@pytest.mark.parametrize("initial", [1, 4])
+def test_blocks_made_in_advance_are_all_that_ordinary_use_takes(initial: int) -> None:
+    """So many uploads may be in flight without an allocation."""
+    device = LateDevice()
+    staging, to = Staging(device, 1, initial_blocks=initial), device.tensor((60,), INT32)
+    assert (staging.num_blocks, device.pinned.allocations) == (initial, initial)
+    for place in range(60):
+        send(staging, to, [place], device.stream, place)
+        if len(device.stream.queue) == initial:
+            device.stream.run(1)
+    assert (staging.num_blocks, device.pinned.allocations) == (initial, initial)
+    assert device.stream.waits == 0
+    device.stream.synchronize()
+    assert to.numpy().tolist() == list(range(60))
+
+
+def test_blocks_made_in_advance_are_not_the_limit() -> None:
+    device = LateDevice()
+    staging, to = Staging(device, 1, 6, initial_blocks=4), device.tensor((20,), INT32)
+    for place in range(20):
+        send(staging, to, [place], device.stream, place)
+    assert staging.num_blocks == 6
+    assert device.stream.waits == 14
+    staging.close()
+    assert device.pinned.current_bytes == 0
+    assert to.numpy().tolist() == list(range(20))
+
+
+@pytest.mark.parametrize("initial", [0, -1, 5])
+def test_an_impossible_number_of_first_blocks_is_refused(device: Device, initial: int) -> None:
+    with pytest.raises(InputError, match=rf"initial_blocks {initial} is not in 1\.\.4"):
+        Staging(device, 4, 4, initial_blocks=initial)
+
+
 # -- threads
 
 
-def test_a_fresh_thread_can_use_the_device(device: Device) -> None:
-    found: list[object] = []
+def test_every_call_works_from_a_fresh_thread(device: Device) -> None:
+    """Each in a thread that never saw the device, and without `active`."""
+    values = np.array([1, 2, 3, 4], np.int32)
+    tensor = in_a_thread(lambda: device.tensor((4,), INT32))
+    in_a_thread(lambda: tensor.fill_from(values))
+    assert in_a_thread(tensor.to_host).tolist() == values.tolist()
+    in_a_thread(lambda: tensor[::2].fill_from(np.array([7, 8], np.int32)))
+    assert in_a_thread(tensor[::2].to_host).tolist() == [7, 8]
+    in_a_thread(lambda: device.fill(tensor, 5, device.stream))
+    assert in_a_thread(lambda: tensor.__dlpack__(stream=None if device.target == "cuda" else 1)) is not None
+    staging = in_a_thread(lambda: Staging(device, 4, initial_blocks=2))
+    for _ in range(3):
+        in_a_thread(lambda: send(staging, tensor, values.tolist(), device.stream))
+    assert in_a_thread(tensor.to_host).tolist() == values.tolist()
+    in_a_thread(staging.close)
+    memory = in_a_thread(lambda: device.allocate(16))
+    in_a_thread(lambda: memory.close(device.stream))
+    pages = in_a_thread(lambda: device.allocate_staging(16))
+    in_a_thread(lambda: pages.close(device.stream))
 
-    def work() -> None:
-        try:
-            with device.active():
-                tensor, staging = device.tensor((3,), INT32), Staging(device, 3)
-                send(staging, tensor, [1, 2, 3], device.stream)
-                staging.close()
-            found.append(tensor.to_host().tolist())
-        except BaseException as error:
-            found.append(error)
 
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    assert found == [[1, 2, 3]]
+def test_streams_and_events_work_from_fresh_threads(device: Device) -> None:
+    other = in_a_thread(lambda: device.as_stream(None))
+    first = in_a_thread(lambda: device.stream.record(timing=True))
+    in_a_thread(lambda: other.wait(first))
+    last = in_a_thread(lambda: other.record(timing=True))
+    in_a_thread(other.synchronize)
+    in_a_thread(last.synchronize)
+    assert in_a_thread(lambda: last.is_done)
+    assert in_a_thread(lambda: last.microseconds_since(first)) >= 0
+    in_a_thread(other.close)
+
+
+def test_a_device_can_be_made_in_a_thread_that_ends(device: Device) -> None:
+    made = in_a_thread(create_device)
+    tensor = made.tensor((3,), INT32)
+    tensor.fill_from(np.array([1, 2, 3], np.int32))
+    assert in_a_thread(tensor.to_host).tolist() == [1, 2, 3]
+
+
+def test_a_graph_is_captured_and_launched_from_fresh_threads(device: Device) -> None:
+    tensor = device.tensor((4,), INT32)
+    graph = in_a_thread(lambda: device.capture(lambda stream: device.fill(tensor, 6, stream)))
+    in_a_thread(lambda: graph.launch(device.stream))
+    assert in_a_thread(tensor.to_host).tolist() == [6] * 4
+    in_a_thread(graph.close)

@@ -31,6 +31,12 @@ def device() -> CountingDevice:
     return CountingDevice()
 
 
+def fail(guard: CallGuard, error: type[BaseException], is_enqueueing: bool) -> None:
+    with guard:
+        guard.is_enqueueing = is_enqueueing
+        raise error("no")
+
+
 def test_the_device_is_current_inside_and_not_after(device: CountingDevice) -> None:
     guard = CallGuard(device, "thing")
     with guard:
@@ -59,26 +65,31 @@ def test_without_poison_every_error_leaves_the_object_usable(
     device: CountingDevice, error: type[BaseException], is_enqueueing: bool
 ) -> None:
     guard = CallGuard(device, "thing", poisons=False)
-    with pytest.raises(error), guard:
-        guard.is_enqueueing = is_enqueueing
-        raise error("no")
+    with pytest.raises(error):
+        fail(guard, error, is_enqueueing)
     assert guard.poison is None
     assert not guard.is_enqueueing
-    with guard, pytest.raises(StateError):
-        guard.take()
+    with guard:
+        assert device.depth == 1
 
 
 @pytest.mark.parametrize(
     ("error", "is_enqueueing", "ends"),
-    [(InputError, False, False), (InputError, True, True), (RuntimeError, False, True), (KeyboardInterrupt, True, True)],
+    [
+        (InputError, False, False),
+        (RuntimeError, False, False),
+        (KeyboardInterrupt, False, True),
+        (InputError, True, True),
+        (RuntimeError, True, True),
+        (KeyboardInterrupt, True, True),
+    ],
 )
-def test_with_poison_only_a_refusal_leaves_it_usable(
+def test_with_poison_an_error_during_work_or_an_interrupt_ends_it(
     device: CountingDevice, error: type[BaseException], is_enqueueing: bool, ends: bool
 ) -> None:
     guard = CallGuard(device, "thing")
-    with pytest.raises(error) as failure, guard:
-        guard.is_enqueueing = is_enqueueing
-        raise error("no")
+    with pytest.raises(error) as failure:
+        fail(guard, error, is_enqueueing)
     for form in (guard, guard.host):
         if not ends:
             with form:
@@ -90,13 +101,24 @@ def test_with_poison_only_a_refusal_leaves_it_usable(
     assert device.depth == 0
 
 
+def test_a_call_inside_a_call_is_refused(device: CountingDevice) -> None:
+    guard = CallGuard(device, "thing")
+    for outer in (guard, guard.host):
+        for inner in (guard, guard.host):
+            with outer, pytest.raises(StateError, match="thing: a call is running in this thread"), inner:
+                pytest.fail("it went on")
+    with guard:
+        assert device.depth == 1
+
+
 def test_a_closed_object_takes_no_call(device: CountingDevice) -> None:
     guard = CallGuard(device, "thing")
     with guard, pytest.raises(StateError, match="in use by another thread"):
-        guard.close()
+        in_a_thread(guard.close)
     assert not guard.is_closed
-    assert guard.close()
-    assert not guard.close()
+    guard.close()
+    guard.close()
+    assert guard.is_closed
     for form in (guard, guard.host):
         for _ in range(2):
             with pytest.raises(StateError, match="thing is closed"), form:

@@ -12,10 +12,38 @@ import pytest
 
 from numba_kv.device import Device, create_device
 from numba_kv.errors import CapacityError, InputError, LoRAError, StateError, WeightError
+from numba_kv.kernels.jit import kernel
+from numba_kv.kernels.spec import array, scalar
 from numba_kv.weights import NO_ADAPTER_HASH, LoRAManager, LoRATarget
 from numba_kv.weights.upload import Uploader
-from tests.helpers.lora_files import FUSED_TARGETS, QKV, SIZES, K, O, Q, V, manager, padded, pairs, peft, reference, save, save_peft
-from tests.helpers.lora_files import slot as slot_of
+from tests.helpers.lora_files import (
+    FUSED_TARGETS,
+    OUT,
+    QKV,
+    SIZES,
+    K,
+    Q,
+    V,
+    manager,
+    padded,
+    pairs,
+    peft,
+    reference,
+    save,
+    save_peft,
+    slot as slot_of,
+)
+
+
+@kernel(block_form=True, slots=array("int64", 2), adapter_ids=array("int32"), out=array("int64", 2), view=scalar())
+def read_slots(item, lane, lanes, slots, adapter_ids, out, view):
+    slot = np.int64(view)
+    if item < adapter_ids.shape[0]:
+        slot = np.int64(adapter_ids[item])
+    word = np.int64(lane)
+    while word < slots.shape[1]:
+        out[item, word] = slots[slot, word]
+        word += lanes
 
 
 @pytest.fixture
@@ -62,12 +90,12 @@ def test_a_slot_holds_the_padded_matrices_and_zeros_for_other_targets(lora: LoRA
 
 
 def test_a_smaller_adapter_after_a_larger_one_leaves_no_tail(lora: LoRAManager) -> None:
-    lora.load("big", reference(pairs(Q, K, V, O, rank=8)))
+    lora.load("big", reference(pairs(Q, K, V, OUT, rank=8)))
     lora.unload("big")
     small = pairs(Q, rank=1)
     assert lora.load("small", reference(small)).slot == 1
     assert same(slot_of(lora, 1, Q), padded(small[Q], 8))
-    assert not any(m.any() for name in (K, V, O) for m in slot_of(lora, 1, name))
+    assert not any(m.any() for name in (K, V, OUT) for m in slot_of(lora, 1, name))
 
 
 def test_rows_choose_adapters_and_addresses_stay(lora: LoRAManager) -> None:
@@ -84,9 +112,9 @@ def test_rows_choose_adapters_and_addresses_stay(lora: LoRAManager) -> None:
 
 
 def test_switch_chooses_for_every_row_and_fills_the_view(lora: LoRAManager) -> None:
-    given = pairs(Q, O, rank=5)
+    given = pairs(Q, OUT, rank=5)
     fr = lora.load("fr", reference(given))
-    lora.load("de", reference(pairs(Q, K, V, O, rank=8, seed=3)))
+    lora.load("de", reference(pairs(Q, K, V, OUT, rank=8, seed=3)))
     lora.switch("de")
     lora.switch("fr")
     assert lora.active == fr
@@ -102,23 +130,33 @@ def test_switch_chooses_for_every_row_and_fills_the_view(lora: LoRAManager) -> N
     assert not any(tensor.to_host().any() for tensor in lora.bindings.values())
 
 
-def test_a_captured_switch_view_is_read_by_the_same_graph(lora: LoRAManager, device: Device) -> None:
-    """What a graph reads of the view changes with the adapter; the graph does not."""
-    from numba_kv.kernels.lora_slots import switch_adapter
-
-    out = device.tensor((1, lora.layout.slot_nbytes // 8), lora.tensors.words.dtype)
-    both = device.tensor((2, lora.layout.slot_nbytes // 8), lora.tensors.words.dtype)
-    reader = switch_adapter.bind(device, {"slots": lora.tensors.words, "adapter_ids": lora.adapter_ids, "source": 0, "view": -1})
-    with pytest.raises(InputError):
-        reader(-1, device.stream)
-    del out, both
+def test_a_captured_graph_reads_other_adapters(lora: LoRAManager, device: Device) -> None:
+    """A graph knows addresses alone: what it reads of the view and of the rows' slots follows the choice."""
+    words = lora.layout.slot_nbytes // 8
+    out = device.tensor((5, words), lora.tensors.words.dtype)
+    values = {"slots": lora.tensors.words, "adapter_ids": lora.adapter_ids, "out": out, "view": lora.layout.num_slots}
+    read = read_slots.bind(device, values)
     given = {name: pairs(Q, rank=2, seed=seed) for seed, name in enumerate(("fr", "de"))}
     for name, found in given.items():
         lora.load(name, reference(found))
-    binding = lora.bindings[f"{Q}.lora_B.weight"]
-    for name in ("fr", "de", "fr"):
-        lora.switch(name)
-        assert np.array_equal(binding.to_host()[:2], given[name][Q][1])
+    held = {name: lora.tensors.words[adapter.slot].to_host() for name, adapter in lora.adapters.items()}
+    held[""] = np.zeros(words, np.int64)
+    lora.assign({})
+    read(5, device.stream)  # compiled before it is captured
+    graph = device.capture(lambda stream: read(5, stream))
+
+    def seen() -> list[str]:
+        graph.launch(device.stream)
+        return [next(name for name, bytes_ in held.items() if np.array_equal(row, bytes_)) for row in out.to_host()]
+
+    assert seen() == [""] * 5
+    lora.switch("fr")
+    assert seen() == ["fr"] * 5
+    lora.assign({1: "de", 3: None})
+    assert seen() == ["fr", "de", "fr", "", "fr"]
+    lora.switch("de")
+    assert seen() == ["de"] * 5
+    graph.close()
 
 
 def test_switch_sends_no_byte_and_is_one_launch(lora: LoRAManager, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -394,7 +432,8 @@ def test_the_plan_is_what_is_taken(device: Device) -> None:
 
     before = device.memory.current_bytes
     lora = LoRAManager(device, take, FUSED_TARGETS, max_rank=4, max_adapters=3, dtype="float16", max_batch_size=7)
-    assert taken == {region.name: region.nbytes for region in lora.layout.regions}
+    assert taken == {"lora.slots": lora.layout.slots_nbytes, "lora.adapter_ids": lora.layout.ids_nbytes}
+    assert lora.layout.slots_nbytes % 256 == lora.layout.slot_nbytes % 256 == 0
     assert device.memory.current_bytes - before == lora.layout.nbytes
     lora.close()
 
@@ -407,3 +446,21 @@ def test_a_load_of_a_wrong_adapter_leaves_the_device_alone(lora: LoRAManager, de
         lora.load("fr", reference(pairs(Q, rank=9)))
     assert (device.bytes_to_device, device.memory.current_bytes) == (sent, held)
     assert_unchanged(before, state(lora))
+
+
+@pytest.mark.gpu
+def test_adapters_do_not_change_inside_a_capture(lora: LoRAManager, device: Device) -> None:
+    from cuda.bindings import driver
+
+    lora.load("fr", reference(pairs(Q)))
+    stream = device.stream.driver_stream  # type: ignore[attr-defined]
+    driver.cuStreamBeginCapture(stream, driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)
+    try:
+        for call in (lambda: lora.switch("fr"), lambda: lora.assign({0: "fr"}), lambda: lora.load("de", reference(pairs(K)))):
+            with pytest.raises(StateError, match="inside a capture"):
+                call()
+    finally:
+        _, graph = driver.cuStreamEndCapture(stream)
+    driver.cuGraphDestroy(graph)
+    lora.switch("fr")
+    assert ids(lora) == [1] * 4

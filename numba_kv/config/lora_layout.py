@@ -16,12 +16,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+from numba_kv.config.lora_target import LoRATarget
 from numba_kv.dtypes import DType
 from numba_kv.geometry import round_up
-from numba_kv.plan import ALIGNMENT, Region
-from numba_kv.weights.lora_targets import LoRATarget
 
 __all__ = ["LoRALayout"]
+
+_ALIGNMENT = 256
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,11 +58,11 @@ class LoRALayout:
     @cached_property
     def _ends(self) -> tuple[tuple[int, int], ...]:
         """First byte of A and of B of each target in a slot."""
-        found, at = [], round_up(4 * len(self.targets), ALIGNMENT)
+        found, at = [], round_up(4 * len(self.targets), _ALIGNMENT)
         for target, rank in zip(self.targets, self.ranks, strict=True):
-            b_at = at + round_up(target.k * rank * self.dtype.itemsize, ALIGNMENT)
+            b_at = at + round_up(target.k * rank * self.dtype.itemsize, _ALIGNMENT)
             found.append((at, b_at))
-            at = b_at + round_up(rank * target.n * self.dtype.itemsize, ALIGNMENT)
+            at = b_at + round_up(rank * target.n * self.dtype.itemsize, _ALIGNMENT)
         return (*found, (at, at))
 
     @property
@@ -90,16 +91,21 @@ class LoRALayout:
         return self.num_slots + self.has_view
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of device memory in all."""
-        return sum(region.nbytes for region in self.regions)
+    def slots_shape(self) -> tuple[int, int]:
+        """Slots and bytes of one: uint8, allocated as ``lora.slots``."""
+        return self.num_blocks, self.slot_nbytes
 
     @property
-    def regions(self) -> tuple[Region, ...]:
-        """What is allocated."""
-        slots = self.num_blocks * self.slot_nbytes
-        ids = round_up(4 * self.max_batch_size, ALIGNMENT)
-        return (
-            Region("lora.slots", (self.num_blocks, self.slot_nbytes), "uint8", slots),
-            Region("lora.adapter_ids", (self.max_batch_size,), "int32", ids),
-        )
+    def slots_nbytes(self) -> int:
+        """Bytes of all slots."""
+        return self.num_blocks * self.slot_nbytes
+
+    @property
+    def ids_nbytes(self) -> int:
+        """Bytes of the slot of each row, int32 [B], allocated as ``lora.adapter_ids``."""
+        return round_up(4 * self.max_batch_size, _ALIGNMENT)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of device memory in all."""
+        return self.slots_nbytes + self.ids_nbytes

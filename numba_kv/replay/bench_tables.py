@@ -1,0 +1,88 @@
+"""Figures of ``numba-kv bench`` as rich tables, for people.
+
+Knows how figures are laid out. Does not know how they are measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+
+__all__ = ["bench_table"]
+
+#: Head, key and meaning of each column of the measure `step`.
+_STEP_COLUMNS = (
+    ("rows", "rows", "sequences, each of which appends one token"),
+    ("context", "context", "tokens of a row"),
+    ("groups", "groups", "full attention and windows"),
+    ("P", "page_tokens", "tokens of a page"),
+    ("step", "step_host_us", "batch.step(1), on the host"),
+    ("bound", "bound_host_us", "the launch alone, its arguments bound before, on the host"),
+    ("captured host", "captured_host_us", "a step of a graph of 100, on the host"),
+    ("captured GPU", "captured_gpu_us", "the same, on the GPU"),
+    ("dispatcher", "dispatcher_host_us", "the same kernel through Numba's own launch path, on the host"),
+    ("plain", "plain_host_us", "the same work in plain Python, and one upload"),
+    ("update", "update_16_host_us", "a sixteenth of the rows leaves and as many join, on the host"),
+)
+
+
+def bench_table(figures: Mapping[str, Mapping[str, object]]) -> RenderableType:
+    """Return the figures: the points of `step` as a table of their own, all else one line each, nested ones with their path."""
+    table = _table("Measured on this machine")
+    for name in ("measure", "figure", "value"):
+        table.add_column(name)
+    points: Sequence[Mapping[str, Any]] = ()
+    for measure, found in figures.items():
+        rest = dict(found)
+        if measure == "step":
+            points = rest.pop("points", ())  # type: ignore[assignment]
+        for i, (path, value) in enumerate(_flat(rest)):
+            table.add_row(measure if i == 0 else "", path, _shown(path, value, rest))
+        table.add_section()
+    return Group(*([table] if table.row_count else []), *(_steps(points) if points else []))
+
+
+def _steps(points: Sequence[Mapping[str, Any]]) -> list[RenderableType]:
+    table = _table(f"step: bookkeeping of a decode step, median microseconds ({points[0].get('target')})")
+    columns = [column for column in _STEP_COLUMNS if any(point.get(column[1]) is not None for point in points)]
+    for head, _, _ in columns:
+        table.add_column(head, justify="right")
+    for point in points:
+        table.add_row(*(_cell(point.get(key)) for _, key, _ in columns))
+    return [table, "\n".join(f"{head}: {meaning}" for head, _, meaning in columns)]
+
+
+def _cell(value: object) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, float):
+        return f"{value:,.3f}" if value < 1 else f"{value:,.1f}"
+    return f"{value:,}"
+
+
+def _table(title: str) -> Table:
+    return Table(title=title, title_justify="left", header_style="bold")
+
+
+def _shown(path: str, value: object, beside: Mapping[str, object]) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if path == "import_ms" and beside.get("is_within_noise"):
+        return f"{value} (within noise)"
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def _flat(found: Mapping[str, object], prefix: str = "") -> list[tuple[str, object]]:
+    pairs: list[tuple[str, object]] = []
+    for name, value in found.items():
+        if isinstance(value, dict):
+            pairs += _flat(value, f"{prefix}{name}.")
+        elif isinstance(value, list) and value and isinstance(value[0], dict):
+            for i, item in enumerate(value):
+                pairs += _flat(item, f"{prefix}{name}[{i}].")
+        else:
+            pairs.append((prefix + name, value))
+    return pairs
