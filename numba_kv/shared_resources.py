@@ -318,9 +318,11 @@ class SharedResources(Unique):
                     raise
 
     def _release(self) -> None:
-        self._closed = True
-        with self.device.active(), self._owned:  # an interrupted stack goes on where it was
-            self.device.stream.synchronize()
+        if not self._closed:
+            self._owned.callback(lambda: self.device.stream.synchronize())
+            self._closed = True
+        with self.device.active():
+            self._owned.close()  # goes on where an interrupt left it
         self._is_released = True
 
     def _check_open(self) -> None:

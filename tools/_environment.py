@@ -152,7 +152,10 @@ def driver_extra() -> tuple[str, ...]:
 def cuda_problem(python: str) -> str | None:
     """Return what keeps the cuda target from working in an environment, or None if it works."""
     code = "from numba_kv.device.target import cuda_problem; print(cuda_problem() or '')"
-    done = subprocess.run([python, "-c", code], cwd=str(ROOT), capture_output=True)
+    try:
+        done = subprocess.run([python, "-c", code], cwd=str(ROOT), capture_output=True)
+    except OSError as error:
+        return f"{python} does not run ({error.strerror or error})"
     if done.returncode != 0:
         last = done.stderr.decode(errors="replace").strip().splitlines()[-1:]
         return f"{python} cannot import numba_kv ({''.join(last)}); use an environment that has its packages"

@@ -379,12 +379,13 @@ class Batch(HostlessSteps):
         for sequence in self._sequences.values():
             sequence.state = "retired"
         self._sequences.clear()
-        with self.resources.device.active():
-            try:
-                self.stepper.close()
-                self._buffers.reset()
-            finally:
-                self.resources.detach(self)
+        if not self.resources.is_closed:  # which has given back what is below
+            with self.resources.device.active():
+                try:
+                    self.stepper.close()
+                    self._buffers.reset()
+                finally:
+                    self.resources.detach(self)
         self._has_given_back = True
 
     def __enter__(self) -> Batch:

@@ -16,6 +16,7 @@ from numba_kv.cache.host_table import HostTable, check_integer
 from numba_kv.cache.row_gather import RowGather
 from numba_kv.device import Device, Tensor
 from numba_kv.device.guard import CallGuard
+from numba_kv.device.unique import Unique
 from numba_kv.errors import InputError, InvariantError, StateError
 from numba_kv.geometry import INT32_MAX, MAX_POOL_PAGES
 
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["KVPageTable"]
 
 
-class KVPageTable:
+class KVPageTable(Unique):
     """Page table of one window group: int32 ``[max_batch, 2, L]``, K ids in half 0, V ids in half 1.
 
     An unused entry is -1 in both halves, a used one is K in ``0..num_pages - reserved_pages - 1`` and V = K + `num_pages`.

@@ -12,6 +12,7 @@ from numba_kv.device.memory import Memory, MemoryStats
 from numba_kv.device.stream import Stream, stream_handle
 from numba_kv.device.target import resolve_target
 from numba_kv.device.tensor import Tensor
+from numba_kv.device.unique import Unique
 from numba_kv.dtypes import DType
 from numba_kv.errors import InputError, ShapeError
 
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["Device", "create_device"]
 
 
-class Device(ABC):
+class Device(Unique, ABC):
     """One device of one target, and the stream its owner works on.
 
     Attributes
@@ -101,7 +102,7 @@ class Device(ABC):
         """Make the device the calling thread's current one; return whether `leave` has to undo it."""
         return False
 
-    def leave(self) -> None:  # noqa: B027 - host targets have no context
+    def leave(self) -> None:
         """Give the calling thread the current device back that it had before `enter`."""
 
     @contextmanager

@@ -11,6 +11,7 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from numba_kv.device.unique import Unique
 from numba_kv.errors import CapacityError, DeviceError
 
 if TYPE_CHECKING:
@@ -61,13 +62,8 @@ class MemoryStats:
         self.peak_bytes = max(self.peak_bytes, self.current_bytes)
         self.allocations += 1
 
-    def gave(self, nbytes: int) -> None:
-        """Count a free."""
-        self.current_bytes -= nbytes
-        self.frees += 1
 
-
-class Memory:
+class Memory(Unique):
     """A block of memory. Owns it; `close` gives it back once.
 
     Attributes
@@ -85,15 +81,14 @@ class Memory:
         self.array = array
         self._native = native
         self._stats = stats
-        self.is_closed = False
         stats.took(nbytes)
+        self.is_closed = False  # last: what an interrupt left half made gives nothing back
 
     def close(self, stream: Any = None) -> None:
         """Give the memory back; a second call does nothing. On `cuda` the free is ordered on `stream`."""
         if self.is_closed:
             return
-        self.is_closed = True
-        self._stats.gave(self.nbytes)
+        self._count_out()
         native, self._native = self._native, None
         if native is not None:
             self.array = None
@@ -103,8 +98,11 @@ class Memory:
 
     def __del__(self) -> None:
         if not getattr(self, "is_closed", True):  # nobody closed it: its bytes go back with it
-            self.is_closed = True
-            self._stats.gave(self.nbytes)
+            self._count_out()
+
+    def _count_out(self) -> None:
+        stats = self._stats  # one line does it: an interrupt finds the block held and counted, or neither
+        self.is_closed, stats.current_bytes, stats.frees = True, stats.current_bytes - self.nbytes, stats.frees + 1
 
 
 def host_memory(nbytes: int, stats: MemoryStats) -> Memory:

@@ -7,6 +7,7 @@ from operator import index as as_integer
 from typing import TYPE_CHECKING, Any
 
 from numba_kv.device.dlpack import device_of, to_capsule
+from numba_kv.device.unique import Unique
 from numba_kv.dtypes import DType
 from numba_kv.errors import InputError, InteropError, ShapeError, StateError
 
@@ -29,7 +30,7 @@ def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-class Tensor:
+class Tensor(Unique):
     """A view of device memory. Borrows the memory and keeps its owner alive.
 
     Attributes

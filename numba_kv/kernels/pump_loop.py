@@ -91,7 +91,7 @@ def _pump_windows(segments, skipped, sizes, state, counter, done, functions, blo
 
 def _compiled():
     """Return the loop with its machine code kept on disk, or for this process alone where there is no place for it."""
-    tables, words, word = "int64[:, ::1]", "int64[::1]", "int64"
+    table, words, word = "int64[:, ::1]", "int64[::1]", "int64"
     taken = ", ".join([table, words, words, words, word, words, words, words, words, word, word, word])
     for cache in (True, False):
         try:

@@ -113,6 +113,7 @@ def _draw(figures: ReplayFigures, history: PageHistory) -> Figure:
         axes.set_title(title, loc="left", fontsize="medium")
         axes.set_ylabel(f"pages of {group.page_tokens} tokens")
         for axis in (axes.xaxis, axes.yaxis):
+            axis.get_major_locator().set_params(integer=True)
             axis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
         axes.set_ylim(bottom=0)
         axes.margins(x=0)

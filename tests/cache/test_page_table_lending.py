@@ -134,6 +134,22 @@ def test_a_borrower_s_work_is_behind_an_upload_on_another_stream(upload: str) ->
         assert (device.stream.waits, other.waits) == (0, 0)  # type: ignore[attr-defined]
 
 
+def test_a_table_is_given_back_behind_its_borrower_s_work() -> None:
+    """On any stream, also if an upload on yet another one was the last that the table itself did."""
+    device = LateDevice()
+    uploading, returning = device.as_stream(None), device.as_stream(None)
+    with made_tables(device) as make:
+        table = make(2, 2, 4)
+        table.set_identity()
+        table.upload(uploading)
+        table.lend("Batch")
+        device.fill(table.tensor, 55, device.stream)
+        table.give_back(returning)
+        assert (table.tensor.to_host(returning) == -1).all()
+        device.stream.synchronize()
+        assert (table.tensor.numpy() == -1).all()
+
+
 def test_a_table_of_the_device_s_own_stream_is_lent_without_a_wait() -> None:
     device = LateDevice()
     with made_tables(device) as make:

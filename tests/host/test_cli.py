@@ -14,13 +14,14 @@ import pytest
 
 from numba_kv import cli
 from numba_kv.config import load_engine_config
-from numba_kv.errors import InputError
+from numba_kv.errors import DeviceError, InputError, NumbaKVError, PlanError
 from numba_kv.plan import plan_memory
-from numba_kv.replay import commands, report
+from numba_kv.replay import bench, commands, report
 from numba_kv.replay.figures import Latency, PageHistory
 from numba_kv.replay.fit import most_rows
 from numba_kv.replay.models import builtin_names, find_config
 from numba_kv.replay.sizes import format_bytes, parse_bytes
+from numba_kv.replay.wording import in_options
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA = ROOT.parent / "shared" / "data"
@@ -141,11 +142,17 @@ def test_help_loads_nothing_heavy() -> None:
         (["plan", "gemma3_270m", "--memory", "24G"], ["--memory", "24G", "24GiB"]),
         (["plan", "gemma3_270m", "--capacity", "0"], ["--capacity", "0 is below 1"]),
         (["plan", "gemma3_270m", "--batch", "many"], ["--batch", "'many'"]),
-        (["plan", "gemma3_270m", "--page-tokens", "3"], ["page_tokens", "3"]),
-        (["plan", "gemma3_270m", "--dtype", "int4"], ["int4"]),
+        (["plan", "gemma3_270m", "--page-tokens", "3"], ["--page-tokens: 3"]),
+        (["plan", "gemma3_270m", "--dtype", "int4"], ["--dtype: 'int4'"]),
         (["plan", "gemma3_270m", "--max-step-tokens", "-1"], ["--max-step-tokens", "-1"]),
-        (["plan", "gemma3_270m", "--memory", "1MiB"], ["short", "max_batch_size"]),
-        (["plan", "absent.json"], ["absent.json"]),
+        (
+            ["plan", "gemma3_270m", "--memory", "1MiB"],
+            ["--memory: 1,048,576 bytes (1 MiB)", "MiB) short", "lower --batch (16), --capacity (32768)", "--dtype"],
+        ),
+        (["plan", "gemma3_270m", "--batch", "9", "--max-batch-tokens", "8"], ["--max-batch-tokens: 8 is below --batch 9"]),
+        (["plan", "gemma3_270m", "--batch", "1000000000"], ["raise --page-tokens or lower --batch"]),
+        (["replay", "gemma3_270m", "generated", "--batch", "2147483647"], ["--batch + --chunk: 2147485695"]),
+        (["plan", "absent.json"], ["CONFIG: 'absent.json' is neither a file nor a built-in model (gemma3_270m)"]),
         (["plan", "gemma3_270m", "--json", "absent/plan.json"], ["--json", "absent/plan.json"]),
         (["plan", "gemma3_270m", "--json", "."], ["--json", "folder"]),
         (["replay", "gemma3_270m"], ["TRACE"]),
@@ -167,6 +174,33 @@ def test_bad_arguments(capsys: pytest.CaptureFixture[str], args: list[str], word
     line = refused(capsys, *args)
     for word in words:
         assert word in line
+
+
+def test_a_file_without_anything_names_all_that_is_missing(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "empty.json").write_text("{}")
+    line = refused(capsys, "plan", str(tmp_path / "empty.json"))
+    assert "model_type, num_hidden_layers, num_attention_heads, head_dim (or hidden_size), max_position_embeddings" in line
+    assert "(or pass --capacity)" in line
+
+
+def test_keys_of_a_file_are_not_taken_for_options(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "engine.json"
+    path.write_text(json.dumps({"builder_config": {"max_batch_size": 0}, "num_hidden_layers": 1}))
+    assert "builder_config.max_batch_size: 0" in refused(capsys, "plan", str(path))
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (InputError("target: 'cuda' cannot work\n  here"), "--target: 'cuda' cannot work here"),
+        (InputError("the target: all of max_batch_size"), "the target: all of --batch"),
+        (InputError("'max_batch_size' and /tmp/page_tokens.json"), "'max_batch_size' and /tmp/page_tokens.json"),
+        (DeviceError("4194304 bytes cannot be allocated"), "4,194,304 bytes (4 MiB) cannot be allocated"),
+        (PlanError("pool: 2048000 pages; lower max_batch_size"), "pool: 2048000 pages; lower --batch"),
+    ],
+)
+def test_wording(error: NumbaKVError, text: str) -> None:
+    assert in_options(error, "plan") == text
 
 
 def test_bad_trace_line(capsys: pytest.CaptureFixture[str], config: str, tmp_path: Path) -> None:
@@ -231,6 +265,7 @@ def test_plan_json_on_stdout_stands_alone(capsys: pytest.CaptureFixture[str]) ->
     found = json.loads(out)
     assert found["batch"] == 4
     assert found["capacity"] == 2048
+    assert found["config"] == "gemma3_270m"
     assert [(g["window"], g["layers"], g["ring_pages"]) for g in found["groups"]] == [("full", 3, 0), ("sliding 512", 15, 33)]
     assert found["nbytes"] == sum(region["nbytes"] for region in found["regions"])
     assert found["nbytes"] == found["pool_nbytes"] + found["table_nbytes"]
@@ -243,8 +278,27 @@ def test_plan_table_and_json_file(capsys: pytest.CaptureFixture[str], config: st
     code, out, err = run(capsys, "plan", config, "--json", str(path), "--max-step-tokens", "8", "--max-batch-tokens", "64")
     assert (code, err) == (0, "")
     assert "sliding 24" in out
+    assert "KV caches of tiny: 16 rows" in out
     found = json.loads(path.read_text())
     assert (found["max_step_tokens"], found["max_batch_tokens"], found["rows_in_budget"]) == (8, 64, None)
+
+
+def test_a_group_without_layers_is_in_the_json_alone(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "windows.json"
+    path.write_text(json.dumps({**TINY, "layer_types": ["sliding_attention"] * 2}))
+    _, out, err = run(capsys, "plan", str(path), "--json", "-")
+    assert [(group["window"], group["layers"]) for group in json.loads(out)["groups"]] == [("full", 0), ("sliding 24", 2)]
+    assert "sliding 24" in err
+    assert "full  " not in err
+
+
+def test_plan_tells_planned_rows_from_possible_ones(capsys: pytest.CaptureFixture[str], config: str) -> None:
+    nbytes = plan_memory(load_engine_config(TINY, max_batch_size=8)).nbytes
+    _, out, _ = run(capsys, "plan", config, "--memory", str(nbytes))
+    line = next(line for line in out.splitlines() if "of the 16 rows planned, at full capacity at once" in line)
+    assert int(line.split()[-2]) < 8
+    line = next(line for line in out.splitlines() if "largest --batch with all rows at full capacity" in line)
+    assert int(line.split()[-2]) == 8
 
 
 def test_most_rows_is_the_last_that_fits() -> None:
@@ -381,9 +435,69 @@ def test_without_matplotlib(
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.delitem(sys.modules, "matplotlib.figure", raising=False)
     line = refused(capsys, "replay", config, trace, "--picture", str(tmp_path / "p.png"))
-    assert "pip install numba-kv[viz]" in line
+    assert "in a clone of numba_kv" in line
+    assert "pip install -e '.[viz]'" in line
     with pytest.raises(report.MissingExtraError):
         report.check_drawing()
+
+
+def test_a_bound_far_above_the_peak_is_written_not_drawn(
+    capsys: pytest.CaptureFixture[str], config: str, trace: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib", reason="pictures need the extra viz")
+    drawn = []
+    monkeypatch.setattr(report, "_draw", lambda *given, draw=report._draw: drawn.append(draw(*given)) or drawn[-1])
+    for rows in ("3", "60"):
+        replayed(capsys, config, trace, "--batch", rows, "--page-tokens", "4", "--picture", str(tmp_path / "p.png"))
+    tight, roomy = ([text.get_text() for text in figure.axes[0].get_legend().get_texts()] for figure in drawn)
+    assert not any("above this panel" in text for text in tight)
+    assert any("above this panel" in text for text in roomy)
+    assert drawn[1].axes[0].get_ylim()[1] < 60 * 64 / 5
+    assert "rings are taken whole at admission" in drawn[0].axes[1].get_title(loc="left")
+    assert drawn[0].axes[1].xaxis.get_major_formatter()(12000, None) == "12,000"
+
+
+def test_replay_table_says_what_windows_save(capsys: pytest.CaptureFixture[str], config: str, trace: str) -> None:
+    args = ("replay", config, trace, "--batch", "3", "--page-tokens", "8", "--target", "cpu")
+    _, out, _ = run(capsys, *args)
+    assert "keeping all" in out
+    assert "mapped at an audit" not in out
+    assert "mapped at an audit" in run(capsys, *args, "--audit-every", "5")[1]
+    assert "Mapped at an audit" in run(capsys, *args, "--audit-every", "5")[1]
+    full, window = replayed(capsys, config, trace, "--batch", "3", "--page-tokens", "8")["groups"]
+    assert window["every_token_nbytes"] % window["page_nbytes"] == 0
+    # Without a window the layer would have held what the full one did, but for pages ahead.
+    assert window["every_token_nbytes"] // window["page_nbytes"] <= full["peak_pages"]
+    assert window["every_token_nbytes"] > window["page_nbytes"] * window["peak_pages"]
+
+
+def test_windows_that_cover_the_capacity_are_noted(capsys: pytest.CaptureFixture[str], config: str, trace: str) -> None:
+    note = "1 layers of sliding 24 are full attention here: the window covers the capacity of 24 tokens"
+    for args in (["plan"], ["inspect", "--tokens", "5", "--target", "cpu"], ["replay", trace, "--skip-too-long"]):
+        _, out, err = run(capsys, args[0], config, *args[1:], "--capacity", "24")
+        assert note in out, err
+    assert "are full attention here" not in run(capsys, "plan", config)[1]
+
+
+def test_tables_take_the_width_that_columns_says(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, config: str
+) -> None:
+    widths = {}
+    for columns in ("", "60", "200"):
+        monkeypatch.setenv("COLUMNS", columns)
+        widths[columns] = max(map(len, run(capsys, "plan", config)[1].splitlines()))
+    assert widths["60"] <= 60 < widths[""] <= 110
+    assert widths["200"] >= widths[""]
+
+
+def test_inspect_shows_windows_larger_than_the_prompts(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "wide.json"
+    path.write_text(json.dumps({**TINY, "sliding_window": 4096, "max_position_embeddings": 32768}))
+    code, out, err = run(capsys, "inspect", str(path), "--tokens", "40,100", "--target", "cpu", "--json", "-")
+    assert code == 0, err
+    assert [group["window"] for group in json.loads(out)["groups"]] == ["full", "sliding 4096"]
+    assert "ahead of their length (lookahead)" in err
+    assert "logical pages [0, 7) of 272" in err  # the bars end where the longest row does
 
 
 def test_inspect(capsys: pytest.CaptureFixture[str], config: str) -> None:
@@ -401,6 +515,30 @@ def test_inspect(capsys: pytest.CaptureFixture[str], config: str) -> None:
     assert [page["logical"] for page in full["rows"][1]["pages"]][:13] == list(range(13))
 
 
+def test_bench_step_is_one_line_a_point(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    point = {"rows": 1024, "context": 4096, "groups": 2, "page_tokens": 16, "target": "cpu", "step_host_us": 10.25}
+    found = {"points": [point, {**point, "rows": 1, "step_host_us": 0.5}], "torch_copy_tb_per_s": 3.5}
+    monkeypatch.setitem(bench.MEASURES, "step", lambda options: found)  # type: ignore[arg-type]
+    code, out, err = run(capsys, "bench", "step")
+    assert code == 0, err
+    lines = [line.split() for line in out.splitlines()]
+    assert ["│", "1,024", "│", "4,096", "│", "2", "│", "16", "│", "10.2", "│"] in lines
+    assert ["│", "1", "│", "4,096", "│", "2", "│", "16", "│", "0.500", "│"] in lines
+    assert "torch_copy_tb_per_s" in out
+    assert "captured" not in out  # no column without a figure
+    assert "step: batch.step(1), on the host" in out
+
+
+@pytest.mark.parametrize(("ours", "expected"), [(9.0, (0.0, True)), (12.0, (2.0, False))])
+def test_bench_import_never_reports_a_negative_time(
+    monkeypatch: pytest.MonkeyPatch, ours: float, expected: tuple[float, bool]
+) -> None:
+    monkeypatch.setattr(bench, "_milliseconds", lambda code: 10.0 if code == "pass" else ours)
+    monkeypatch.setattr(bench, "_python", lambda code: "")
+    found = bench.measure_import(bench.BenchOptions())
+    assert (found["import_ms"], found["is_within_noise"], found["spread_ms"]) == (*expected, 0.0)
+
+
 def test_demo(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="the demo draws a picture")
     code, out, err = run(capsys, "demo", "--out", str(tmp_path / "deep" / "demo"), "--target", "cpu")
@@ -411,6 +549,8 @@ def test_demo(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert found["audit"] == "ok"
     assert found["sequences"] == 200
     assert [g["ring_pages"] for g in found["groups"]] == [0, 33]
+    window = found["groups"][1]
+    assert window["every_token_nbytes"] > 3 * window["peak_pages"] * window["page_nbytes"]
 
 
 def test_demo_into_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

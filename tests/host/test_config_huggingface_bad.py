@@ -92,6 +92,17 @@ def test_required_keys(key: str) -> None:
         load_engine_config(without(huggingface(), key))
 
 
+def test_everything_that_is_missing_is_named_at_once() -> None:
+    names = r"model_type, num_hidden_layers, num_attention_heads, head_dim \(or hidden_size\), max_position_embeddings"
+    with pytest.raises(ConfigError, match=rf"config \(Hugging Face\): keys are missing: {names} \(or pass "):
+        load_engine_config({})
+    with pytest.raises(ConfigError, match="missing: model_type, num_hidden_layers, num_attention_heads, head_dim") as caught:
+        load_engine_config({}, max_kv_cache_capacity=64)
+    assert "max_position_embeddings" not in str(caught.value)
+    with pytest.raises(ConfigError, match="keys of text_config are missing: num_hidden_layers, num_attention_heads"):
+        load_engine_config({"model_type": "novel", "text_config": {"hidden_size": 64}})
+
+
 REFUSED: list[tuple[dict[str, Any], str]] = [
     *(({"model_type": name}, "recurrent") for name in ("jamba", "bamba", "nemotron_h", "mamba", "mamba2", "falcon_h1", "lfm2")),
     *(({"model_type": name}, "recurrent") for name in ("qwen3_next", "qwen3_5_text", "recurrent_gemma", "rwkv", "minimax")),

@@ -1,8 +1,9 @@
-"""tools/demo and tools/test: the choice of the environment and when it is installed anew."""
+"""The tools: the choice of the environment, when it is installed anew, and what happens without a GPU."""
 
 from __future__ import annotations
 
 import ast
+import importlib.machinery
 import importlib.util
 import json
 import os
@@ -14,7 +15,7 @@ from types import ModuleType
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-TOOLS = ("demo", "test", "_environment.py")
+TOOLS = ("demo", "test", "gpu_check", "_environment.py")
 
 
 @pytest.fixture
@@ -54,7 +55,7 @@ def test_an_old_python_can_read_the_tools(name: str) -> None:
     assert imported <= {*sys.stdlib_module_names, "_environment"}
 
 
-@pytest.mark.parametrize("name", ["tools/demo", "tools/test", ".ci/run"])
+@pytest.mark.parametrize("name", ["tools/demo", "tools/test", "tools/gpu_check", ".ci/run"])
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no executable bit")
 def test_commands_are_executable(name: str) -> None:
     assert os.access(ROOT / name, os.X_OK)
@@ -199,3 +200,42 @@ def test_the_test_tool_explains_itself() -> None:
     done = subprocess.run([sys.executable, ROOT / "tools" / "test", "--help"], capture_output=True, text=True, check=True)
     assert "--fast" in done.stdout
     assert "--gpu" in done.stdout
+
+
+NO_DEVICE = {**os.environ, "CUDA_VISIBLE_DEVICES": "-1"}
+
+
+@pytest.mark.parametrize("command", [["test", "--gpu", "--no-install"], ["gpu_check", "--out", "never"]], ids=lambda c: c[0])
+def test_without_a_gpu_the_tools_refuse_in_one_line(command: list[str], tmp_path: Path) -> None:
+    tool, *arguments = command
+    called = [sys.executable, ROOT / "tools" / tool, *arguments]
+    done = subprocess.run(called, capture_output=True, text=True, check=False, env=NO_DEVICE, cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.startswith(f"tools/{tool}: ")
+    assert "no CUDA device is usable: " in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_python_without_the_project_is_no_gpu(
+    environment: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    assert "does not run" in environment.cuda_problem(str(tmp_path / "python"))
+    (tmp_path / "numba_kv.py").write_text("raise ImportError('made to fail')\n")  # found before an installed one
+    monkeypatch.setattr(environment, "ROOT", tmp_path)
+    problem = environment.cuda_problem(sys.executable)
+    assert "cannot import numba_kv" in problem
+    assert "made to fail" in problem
+
+
+def test_a_gpu_without_nvidia_smi_has_no_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    loader = importlib.machinery.SourceFileLoader("gpu_check", str(ROOT / "tools" / "gpu_check"))
+    spec = importlib.util.spec_from_loader("gpu_check", loader)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    loader.exec_module(module)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert module.gpu() == {}
+    assert "python" in module.versions()

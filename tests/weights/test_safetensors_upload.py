@@ -1,0 +1,336 @@
+"""The upload pipeline: every byte in its place, blocks guarded by events, and nothing left behind when it fails."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, strategies as st
+
+from numba_kv.device import Device, Memory, create_device
+from numba_kv.device.host_device import HostDevice
+from numba_kv.errors import DeviceError, InputError, StateError, WeightError
+from numba_kv.kernels.pump import Pump, PumpFunctions, PumpJob, address_of
+from numba_kv.weights import SafetensorsFile, Uploader
+from numba_kv.weights.assembly import FileRange
+from numba_kv.weights.windows import Segment, Windows
+from tests.helpers.late_device import LateDevice
+from tests.helpers.weight_files import write
+
+RANDOM = np.random.default_rng(1)
+
+
+def of_bytes(begin: int, content: np.ndarray) -> Segment:
+    def fill(out: np.ndarray, at: int) -> None:
+        out[:] = content[at : at + len(out)]
+
+    return Segment(begin=begin, nbytes=len(content), fill=fill)
+
+
+def contents(sizes: list[int], gap: int = 0) -> tuple[list[Segment], np.ndarray]:
+    segments, whole, at = [], [], 0
+    for size in sizes:
+        content = RANDOM.integers(1, 256, size).astype(np.uint8)
+        padding = -size % 256 + gap
+        segments.append(of_bytes(at, content))
+        whole += [content, np.zeros(padding, np.uint8)]
+        at += size + padding
+    found = np.concatenate(whole) if whole else np.zeros(0, np.uint8)
+    return segments, found[: segments[-1].end if segments else 0]
+
+
+def received(device: Device, memory: Memory, nbytes: int) -> np.ndarray:
+    out = np.empty(nbytes, np.uint8)
+    device.copy_to_host(out.ctypes.data, memory.address, nbytes, device.stream)
+    return out
+
+
+def dirty(device: Device, nbytes: int) -> Memory:
+    memory = device.allocate(nbytes)
+    noise = np.full(nbytes, 0xEE, np.uint8)
+    device.copy_to_device(memory.address, noise.ctypes.data, nbytes, device.stream)
+    device.stream.synchronize()
+    return memory
+
+
+SIZES = [[], [1], [0, 5, 0], [256], [255, 257, 1], [1000, 3, 4096, 70_000], [300] * 50]
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("readers", [1, 3])
+@pytest.mark.parametrize("direct", [None, False])
+def test_every_byte_arrives(sizes: list[int], readers: int, direct: bool | None) -> None:
+    device = create_device()
+    segments, whole = contents(sizes, gap=256)
+    memory = dirty(device, len(whole) + 512)
+    with Uploader(device, staging_nbytes=8192, block_nbytes=1024, num_readers=readers, direct=direct) as uploader:
+        for _ in range(2):  # the second time over used blocks
+            before = device.bytes_to_device
+            uploader.upload(segments, memory)
+            assert device.bytes_to_device - before == len(whole)
+    found = received(device, memory, len(whole) + 512)
+    assert np.array_equal(found[: len(whole)], whole)
+    assert (found[len(whole) :] == 0xEE).all()
+    assert device.pinned.current_bytes == 0
+    assert device.pinned.peak_bytes <= 8192
+
+
+@given(st.lists(st.integers(0, 3000), max_size=8), st.integers(1, 5), st.integers(0, 2))
+def test_windows_are_the_segments(sizes: list[int], grains: int, gaps: int) -> None:
+    segments, whole = contents(sizes, gap=256 * gaps)
+    windows = Windows(segments, grains * 256)
+    found = np.full(windows.nbytes, 0xEE, np.uint8)
+    for begin, end in windows.ranges:
+        windows.fill(found[begin:end], begin)
+    assert np.array_equal(found, whole)
+
+
+def test_a_block_is_not_filled_before_its_copy_has_run() -> None:
+    device = LateDevice()
+    segments, whole = contents([20_000])
+    memory = dirty(device, len(whole))
+    with Uploader(device, staging_nbytes=2048, block_nbytes=1024, num_readers=1, direct=False) as uploader:
+        uploader.upload(segments, memory)
+    assert device.stream.waits > 5  # with two blocks, the reader waited again and again
+    assert np.array_equal(memory.array, whole)
+
+
+def test_reading_runs_ahead_of_copying() -> None:
+    device, begun = LateDevice(), []
+
+    def fill(out: np.ndarray, at: int) -> None:
+        begun.append((at, device.stream.num_run))
+        out[:] = 1
+
+    with Uploader(device, staging_nbytes=4096, block_nbytes=1024, num_readers=1, direct=False) as uploader:
+        uploader.upload([Segment(begin=0, nbytes=8192, fill=fill)], device.allocate(8192))
+    assert begun[1] == (1024, 0)  # the second window was read while the copy of the first had not run
+
+
+@pytest.mark.parametrize("direct", [True, False])
+@pytest.mark.parametrize("readers", [1, 4])
+def test_a_source_that_fails_ends_everything(direct: bool, readers: int) -> None:
+    device = HostDevice("cpu")
+    before = threading.active_count()
+
+    def fill(out: np.ndarray, at: int) -> None:
+        if at >= 4096:
+            raise WeightError("the disk is gone")
+        out[:] = 7
+
+    memory = device.allocate(65_536)
+    uploader = Uploader(device, staging_nbytes=8192, block_nbytes=1024, num_readers=readers, direct=direct)
+    with pytest.raises(WeightError, match="the disk is gone"):
+        uploader.upload([Segment(begin=0, nbytes=65_536, fill=fill)], memory)
+    segments, whole = contents([5000])
+    uploader.upload(segments, memory)  # and it can be used again
+    assert np.array_equal(memory.array[: len(whole)], whole)
+    uploader.close()
+    assert device.pinned.current_bytes == 0
+    assert threading.active_count() == before
+
+
+def test_a_copy_that_fails_ends_everything() -> None:
+    class Broken(HostDevice):
+        def copy_to_device(self, destination, source, nbytes, stream):  # type: ignore[no-untyped-def]
+            raise DeviceError("the driver is gone")
+
+    device = Broken("cpu")
+    with Uploader(device, staging_nbytes=8192, block_nbytes=1024, direct=False) as uploader, pytest.raises(DeviceError):
+        uploader.upload(contents([5000])[0], device.allocate(8192))
+    assert device.pinned.current_bytes == 0
+
+
+def test_progress_goes_from_nothing_to_all() -> None:
+    device, seen = create_device(), []
+    segments, whole = contents([5000, 70_000])
+    with Uploader(device, staging_nbytes=4096, block_nbytes=512) as uploader:
+        uploader.upload(segments, device.allocate(len(whole)), lambda done, total: seen.append((done, total)))
+        assert seen[0] == (0, len(whole))
+        assert seen[-1] == (len(whole), len(whole))
+        assert seen == sorted(seen)
+        seen.clear()
+        uploader.upload([], device.allocate(1), lambda done, total: seen.append((done, total)))
+        assert seen == [(0, 0)]
+
+
+def test_slow_loads_report_on_the_way() -> None:
+    device, seen, callers = HostDevice("cpu"), [], set()
+
+    def fill(out: np.ndarray, at: int) -> None:
+        threading.Event().wait(0.03)
+        out[:] = 0
+
+    def report(done: int, total: int) -> None:
+        seen.append(done)
+        callers.add(threading.get_ident())
+
+    with Uploader(device, staging_nbytes=1024, block_nbytes=512, num_readers=1) as uploader:
+        uploader.upload([Segment(begin=0, nbytes=5120, fill=fill)], device.allocate(5120), report)
+    assert len(set(seen)) > 3
+    assert callers == {threading.get_ident()}
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_what_progress_raises_ends_the_upload(error: type[BaseException]) -> None:
+    device = HostDevice("cpu")
+
+    def fill(out: np.ndarray, at: int) -> None:
+        threading.Event().wait(0.03)
+
+    def report(done: int, total: int) -> None:
+        if done:
+            raise error
+
+    with Uploader(device, block_nbytes=256, num_readers=2) as uploader, pytest.raises(error):
+        uploader.upload([Segment(begin=0, nbytes=1 << 20, fill=fill)], device.allocate(1 << 20), report)
+
+
+def test_wrong_segments_copy_nothing() -> None:
+    device = create_device()
+    content = np.ones(300, np.uint8)
+    memory = dirty(device, 1024)
+    with Uploader(device) as uploader:
+        for begins in ([0, 256], [512, 0], [100]):
+            with pytest.raises(InputError, match="overlap, or do not start at a multiple of 256"):
+                uploader.upload([of_bytes(begin, content) for begin in begins], memory)
+        with pytest.raises(InputError, match="end at byte 1068, the destination has 1024"):
+            uploader.upload([of_bytes(768, content)], memory)
+    assert (received(device, memory, 1024) == 0xEE).all()
+    with pytest.raises(StateError, match="closed"):
+        uploader.upload([], memory)
+    uploader.close()
+
+
+@pytest.mark.parametrize("options", [{"staging_nbytes": 255}, {"block_nbytes": 0}, {"num_readers": 0}, {"staging_nbytes": -1}])
+def test_wrong_options(options: dict[str, int]) -> None:
+    with pytest.raises(InputError, match="_nbytes|num_readers"):
+        Uploader(create_device(), **options)  # type: ignore[arg-type]
+
+
+class HostPump:
+    """The compiled loop on host memory: the driver's functions are Python's."""
+
+    def __init__(self, fails_at: int = -1) -> None:
+        self.copies: list[int] = []
+        signature = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p)
+
+        def copy(destination: int, source: int, nbytes: int, stream: int) -> int:
+            if len(self.copies) == fails_at:
+                return 719
+            self.copies.append(destination)
+            ctypes.memmove(destination, source, nbytes)
+            return 0
+
+        library, copy_ = ctypes.CDLL(None), signature(copy)
+        zero = address_of(library.abs)  # an event of 0: recorded and done
+        self.pump = Pump(
+            PumpFunctions(
+                read=address_of(library.pread),
+                zero=address_of(library.memset),
+                copy=address_of(copy_),
+                record=zero,
+                wait=zero,
+                keep=(library, copy_),
+            )
+        )
+
+    def run(self, job: PumpJob, reader: int = 0) -> int | None:
+        blocks = np.full((2, 4096), 0xDD, np.uint8)
+        return self.pump.run(job, reader, [block.ctypes.data for block in blocks], [0, 0])
+
+
+def file_windows(path: Path, sizes: list[int]) -> tuple[SafetensorsFile, Windows, dict[str, np.ndarray]]:
+    arrays = {f"t{i}": RANDOM.integers(1, 256, size).astype(np.uint8) for i, size in enumerate(sizes)}
+    file = SafetensorsFile(write(path, arrays))
+    segments, at = [], 0
+    for name, array in arrays.items():
+        segments.append(Segment(begin=at, nbytes=array.size, fill=FileRange(file, file.tensors[name].offset)))
+        at += -(-array.size // 256) * 256 + 512
+    return file, Windows(segments, 4096), arrays
+
+
+def job_of(windows: Windows, destination: np.ndarray, readers: int = 1) -> PumpJob:
+    segments, others = windows.file_ranges()
+    return PumpJob(
+        segments,
+        others,
+        window_nbytes=4096,
+        total_nbytes=windows.nbytes,
+        destination=destination.ctypes.data,
+        stream=0,
+        num_readers=readers,
+    )
+
+
+needs_pread = pytest.mark.skipif(not hasattr(__import__("os"), "preadv"), reason="the compiled loop needs pread")
+
+
+@needs_pread
+@pytest.mark.parametrize("sizes", [[1], [4096], [10_000, 0, 3, 5000, 256, 4095], [700] * 40], ids=str)
+def test_the_compiled_loop_copies_what_the_python_one_does(tmp_path: Path, sizes: list[int]) -> None:
+    file, windows, _ = file_windows(tmp_path / "a.safetensors", sizes)
+    expected = np.empty(windows.nbytes, np.uint8)
+    windows.fill(expected, 0)
+    found = np.full(windows.nbytes, 0xEE, np.uint8)
+    host, job = HostPump(), job_of(windows, found)
+    assert host.run(job) is None
+    assert np.array_equal(found, expected)
+    assert job.done.tolist() == [windows.nbytes]
+    assert len(host.copies) == len(windows.ranges)
+    file.close()
+
+
+@needs_pread
+def test_compiled_readers_share_the_windows(tmp_path: Path) -> None:
+    file, windows, _ = file_windows(tmp_path / "a.safetensors", [200_000])
+    found, host = np.zeros(windows.nbytes, np.uint8), HostPump()
+    job = job_of(windows, found, readers=4)
+    threads = [threading.Thread(target=host.run, args=(job, reader)) for reader in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(host.copies) == [found.ctypes.data + begin for begin, _ in windows.ranges]
+    assert job.done.sum() == windows.nbytes
+    file.close()
+
+
+@needs_pread
+def test_the_compiled_loop_leaves_other_windows_alone(tmp_path: Path) -> None:
+    file, windows, _ = file_windows(tmp_path / "a.safetensors", [9000, 100])
+    first, second = windows._segments
+    mixed = Windows([first, of_bytes(second.begin, np.ones(100, np.uint8))], 4096)
+    assert mixed.file_ranges()[1] == [2]
+    found, host = np.full(mixed.nbytes, 0xEE, np.uint8), HostPump()
+    assert host.run(job_of(mixed, found)) is None
+    assert len(host.copies) == 2
+    assert (found[8192:] == 0xEE).all()
+    file.close()
+
+
+@needs_pread
+def test_the_compiled_loop_names_the_window_that_it_cannot_read(tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    file, windows, _ = file_windows(path, [20_000])
+    with path.open("r+b") as shorter:
+        shorter.truncate(file.tensors["t0"].offset + 9000)
+    found, host = np.zeros(windows.nbytes, np.uint8), HostPump()
+    assert host.run(job_of(windows, found)) == 2
+    assert len(host.copies) == 2
+    file.close()
+
+
+@needs_pread
+def test_the_compiled_loop_says_what_the_driver_said(tmp_path: Path) -> None:
+    file, windows, _ = file_windows(tmp_path / "a.safetensors", [20_000])
+    found, host = np.zeros(windows.nbytes, np.uint8), HostPump(fails_at=2)
+    job = job_of(windows, found)
+    with pytest.raises(DeviceError, match="error 719"):
+        host.run(job)
+    assert host.run(job) is None  # the job is stopped for the other readers too
+    assert len(host.copies) == 2
+    file.close()
