@@ -245,6 +245,8 @@ class SharedResources(Unique):
             old, new = self.device.stream, self.device.as_stream(stream)
             if new.handle == old.handle and self.device.target == "cuda":
                 return
+            for table in self._tables():
+                table.join(new)
             new.wait(old.record())
             self.device.stream = new
             if new not in self._streams:

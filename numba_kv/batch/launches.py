@@ -80,7 +80,7 @@ class StepLaunches:
         self.items = self._rows * len(buffers.plan.groups)  # of `advance`
         self._max_step_tokens = config.max_step_tokens
         self._windows = sum(not g.window.is_full for g in buffers.plan.groups)
-        self._staging = Staging(self._device, buffers.edits.size)
+        self._staging = Staging(self._device, buffers.edits.size, initial_blocks=4)
         self._tile = 1 if self._device.target == "cuda" else 256
         arena = buffers.arena
         state = {

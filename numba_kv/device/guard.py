@@ -86,7 +86,7 @@ class CallGuard:
             if self.poison is not None:
                 reason = f"{self._name} failed while work was being enqueued ({self.poison!r}); close it"
                 raise StateError(reason) from self.poison
-            if self._is_busy:
+            if self._is_busy and self._poisons:  # what cannot be spoiled just goes on
                 raise StateError(f"{self._name}: a call is running in this thread, or was interrupted; close it")
             self._is_busy = True
         except BaseException:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["cpu_runner"]
 
 _loops: dict[Kernel, Any] = {}
-_lock = threading.Lock()
+_lock = threading.RLock()  # an interrupt must not lock its own thread out
 
 _TEMPLATE = '''"""Loop over the items of `{name}`; made by numba_kv.kernels.on_cpu."""
 import numba

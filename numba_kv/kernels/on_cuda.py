@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["compile_ptx", "cuda_runner", "entry_name"]
 
 _functions: dict[tuple[Kernel, int], Function] = {}
-_lock = threading.Lock()
+_lock = threading.RLock()  # an interrupt must not lock its own thread out
 
 _THREAD_ENTRY = """
 def entry({parameters}):
@@ -117,7 +117,7 @@ def cuda_runner(launch: Launch) -> Callable[[int, Stream], None]:
     import numpy as np
 
     kernel, device, block, threads = launch.kernel, launch.device, launch.block, launch.threads
-    with _lock:
+    with _lock, device.active():
         place = (kernel, device.ordinal)
         if place not in _functions:
             cubin, entry = _cubin(kernel, device.compute_capability)  # type: ignore[attr-defined]

@@ -35,9 +35,10 @@ __all__ = ["BLOCK_NBYTES", "STAGING_NBYTES", "Fill", "Progress", "Segment", "Upl
 
 #: Page-locked bytes of an uploader at most, unless it is told otherwise.
 STAGING_NBYTES = 64 << 20
-#: Bytes of a block: a large page, so that locking it is quick; two for each of 16 readers.
-BLOCK_NBYTES = 2 << 20
-_MAX_READERS = 16
+#: Bytes of a block: two for each of 8 readers.
+BLOCK_NBYTES = 4 << 20
+#: With more readers than this the memory is the limit, and each upload has more threads to wake.
+_MAX_READERS = 8
 #: Seconds between two reports of progress.
 _REPORT_EVERY = 0.05
 
@@ -81,7 +82,7 @@ class Uploader:
     block_nbytes : int
         Bytes of a block, rounded down to a multiple of 256; at most `staging_nbytes`.
     num_readers : int, optional
-        Threads that fill, at most one a block; None: as many as the machine has cores, at most 16.
+        Threads that fill, at most one a block; None: as many as the machine has cores, at most 8.
     direct : bool, optional
         Whether the readers write to the destination itself; None: where the host can reach it.
     compiled : bool

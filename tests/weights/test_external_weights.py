@@ -232,11 +232,9 @@ def test_missing_extra_and_mismatched_weights_are_named(
     says = r"missing: 'gone'; not declared by the engine: 'extra'; mismatched: 'a' is float32 \[3\], declared as float32 \[4\]"
     if when == "after":
         manager.load(path)
+    compare = (lambda: manager.load(path, inputs=declared)) if when == "before" else (lambda: manager.validate(declared))
     with pytest.raises(WeightError, match=says) as caught:
-        if when == "before":
-            manager.load(path, inputs=declared)
-        else:
-            manager.validate(declared)
+        compare()
     assert (caught.value.missing, caught.value.extra, caught.value.mismatched) == (("gone",), ("extra",), ("a", "kind"))
     assert manager.state == ("constructed" if when == "before" else "loaded")
     assert len(take.taken) == (when == "after")
@@ -387,17 +385,18 @@ def bind(**options: object) -> WeightBinding:
 
 
 MATRIX, THREE = np.zeros((2, 3), np.float16), np.zeros((5, 4), np.float16)
+SINGLE = MATRIX.astype(np.float32)
 WRONG_BINDINGS = [
     ("no key exists", bind(keys=("x", "y")), {}, "weight 'w': none of 'x', 'y' is in the checkpoint"),
     ("another type", bind(dtype="float32"), {"k": MATRIX}, "'k' is float16 .*cast_to_fp32"),
     ("another size", bind(shape=(4, 5)), {"k": MATRIX}, r"'k' is float16 \[2, 3\]; shape \[4, 5\]"),
     ("flattened", bind(shape=(6,)), {"k": MATRIX}, r"shape \[6\] is wanted"),
-    ("transposed float32", bind(shape=(3, 2), dtype="float32"), {"k": MATRIX.astype(np.float32)}, "transpose of float16"),
-    ("scale of float32", bind(dtype="float32", embedding_scale=2.0), {"k": MATRIX.astype(np.float32)}, "embedding_scale is for"),
+    ("transposed float32", bind(shape=(3, 2), dtype="float32"), {"k": SINGLE}, "transpose of float16"),
+    ("scale of float32", bind(dtype="float32", embedding_scale=2.0), {"k": SINGLE}, "embedding_scale is for"),
     ("beyond float16", bind(), {"k": np.full((2, 3), 1e6, np.float32)}, "1000000.0 does not fit float16"),
     ("scaled beyond float16", bind(embedding_scale=1e6), {"k": MATRIX + 1}, "does not fit float16"),
     ("shard of 2 of 3", bind(shape=(1, 3), shard=Shard(axis=1, size=2, rank=0)), {"k": MATRIX}, "1 of 2 shards along axis 1"),
-    ("shard of a cube", bind(shard=Shard(axis=1, size=2, rank=0)), {"k": np.zeros((2, 2, 3), np.float16)}, "axis 1 of a matrix"),
+    ("shard of a cube", bind(shard=Shard(axis=1, size=2, rank=0)), {"k": MATRIX.reshape(1, 2, 3)}, "axis 1 of a matrix"),
     ("cast to float16", bind(recipe="cast_to_fp32"), {"k": MATRIX}, "cast_to_fp32 makes float32"),
     ("cast of two", bind(recipe="cast_to_fp32", dtype="float32", keys=("k", "l")), {"k": MATRIX, "l": MATRIX}, "takes 1"),
     ("cast of ints", bind(recipe="cast_to_fp32", dtype="float32"), {"k": np.zeros((2, 3), np.int32)}, "is int32"),
@@ -409,9 +408,10 @@ WRONG_BINDINGS = [
     ("group_size", bind(shape=(4,), dtype="int32", recipe="gptq_activation_permutation", group_size=3),
      {"k": np.zeros(4, np.int32)}, "group_size 3 does not divide"),
     ("two scales", bind(recipe="gptq_qkv_scales", keys=("k", "l")), {"k": THREE, "l": THREE}, "those of q, k and v"),
-    ("groups differ", bind(recipe="gptq_qkv_scales", keys=("k", "l", "m")), {"k": THREE, "l": THREE, "m": MATRIX}, r"\[5, width\]"),
+    ("groups differ", bind(recipe="gptq_qkv_scales", keys=("k", "l", "m")),
+     {"k": THREE, "l": THREE, "m": MATRIX}, r"\[5, width\]"),
     ("alpha of 0", bind(recipe="nvfp4_fc1_alpha", dtype="float32", shape=(1,)), {"k": np.zeros((), np.float32)}, "above 0"),
-    ("alpha of nan", bind(recipe="nvfp4_fc2_alpha", dtype="float32", shape=(1,)), {"k": np.array(np.nan, np.float32)}, "is nan"),
+    ("alpha of nan", bind(recipe="nvfp4_fc2_alpha", dtype="float32", shape=(1,)), {"k": SINGLE[:1, 0] + np.nan}, "is nan"),
     ("half an expert", bind(recipe="fp16_moe_fc1"), {"k": MATRIX}, "2 an expert are wanted"),
     ("experts differ", bind(recipe="fp16_moe_fc2", keys=("k", "l")), {"k": MATRIX, "l": THREE}, r"one shape, as \[2, 3\]"),
     ("stack's shape", bind(recipe="fp16_moe_fc2"), {"k": MATRIX}, r"fp16_moe_fc2 makes \[1, 2, 3\]"),
@@ -611,3 +611,12 @@ def test_bfloat16_needs_no_framework(tmp_path: Path, manager: ExternalWeightMana
     manager.load(write(tmp_path / "a.safetensors", {"a": source}))
     assert manager.tensors["a"].dtype is dtype("bfloat16")
     assert manager.tensors["a"].to_host().dtype == BF16
+
+
+def test_the_benchmark_of_loading_runs(tmp_path: Path) -> None:
+    from numba_kv.replay.bench_weights import measure_loading
+
+    found = measure_loading(nbytes=1 << 20, repeat=1, folder=str(tmp_path))
+    assert found["nbytes"] > 1 << 20  # the tensors and the header
+    assert found["ratio"] > 0
+    assert not list(tmp_path.iterdir())

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from numba_kv.errors import InputError
 from numba_kv.config.rope_axes import pair_axes
+from numba_kv.errors import InputError
 from tests.helpers.ropes import expected, opened, plain, rope
 
 

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from numba_kv.config import LLMEngineConfig, RopeConfig, load_engine_config
+from numba_kv.config.rope_frequencies import rotation_of
 from numba_kv.device import create_device
 from numba_kv.errors import CapacityError, ConfigError, InputError, StateError
 from numba_kv.weights import engine_layouts
-from numba_kv.config.rope_frequencies import rotation_of
 from tests.helpers.configs import huggingface
 from tests.helpers.models import tiny_config
 from tests.helpers.ropes import expected, opened, plain, rope

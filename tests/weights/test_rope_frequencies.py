@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from numba_kv.config import RopeConfig
-from numba_kv.errors import ConfigError
-from numba_kv.weights import keys_stay_valid
 from numba_kv.config.rope_axes import pair_axes
 from numba_kv.config.rope_frequencies import ROPE_TYPES, rotation_of, variant_limits
+from numba_kv.errors import ConfigError
+from numba_kv.weights import keys_stay_valid
 from tests.helpers.ropes import plain, rope
 
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from numba_kv.config import RopeConfig, load_engine_config
-from numba_kv.errors import UnsupportedModelError
 from numba_kv.config.rope_frequencies import rotation_of
+from numba_kv.errors import UnsupportedModelError
 from tests.helpers.configs import huggingface
 from tests.helpers.ropes import opened
 
