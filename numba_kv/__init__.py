@@ -10,10 +10,10 @@ __version__ = "0.1.0"
 TYPE_CHECKING = False
 
 _MODULES = {
-    "numba_kv.batch": ("AuditReport", "Batch", "Sequence", "StepView"),
+    "numba_kv.batch": ("AuditReport", "Batch", "CapturedStep", "Sequence", "StepView"),
     "numba_kv.bindings": ("TensorMap", "bind"),
     "numba_kv.cache": ("HybridCacheManager", "KVCacheManager", "KVPageTable"),
-    "numba_kv.config": ("AttentionLayer", "LLMEngineConfig", "RopeConfig", "load_engine_config"),
+    "numba_kv.config": ("AttentionLayer", "LLMEngineConfig", "LoRATarget", "RopeConfig", "load_engine_config"),
     "numba_kv.device": ("Stream", "Tensor", "target"),
     "numba_kv.dtypes": ("DType", "dtype"),
     "numba_kv.errors": (
@@ -35,8 +35,17 @@ _MODULES = {
         "WeightError",
     ),
     "numba_kv.geometry": ("Window",),
+    "numba_kv.kernels.layout": ("Status",),
     "numba_kv.plan": ("MemoryPlan", "plan_memory"),
     "numba_kv.shared_resources": ("SharedResources", "allocate_zero_buffer"),
+    "numba_kv.weights": (
+        "Checkpoint",
+        "ExternalWeightManager",
+        "LoRAManager",
+        "RopeCache",
+        "SafetensorsFile",
+        "targets_from_config",
+    ),
 }
 
 #: Public name -> the module that defines it.
@@ -63,7 +72,13 @@ def __dir__() -> list[str]:
 
 
 if TYPE_CHECKING:  # the same table for type checkers and editors; a test compares the two
-    from numba_kv.batch import AuditReport as AuditReport, Batch as Batch, Sequence as Sequence, StepView as StepView
+    from numba_kv.batch import (
+        AuditReport as AuditReport,
+        Batch as Batch,
+        CapturedStep as CapturedStep,
+        Sequence as Sequence,
+        StepView as StepView,
+    )
     from numba_kv.bindings import TensorMap as TensorMap, bind as bind
     from numba_kv.cache import (
         HybridCacheManager as HybridCacheManager,
@@ -73,6 +88,7 @@ if TYPE_CHECKING:  # the same table for type checkers and editors; a test compar
     from numba_kv.config import (
         AttentionLayer as AttentionLayer,
         LLMEngineConfig as LLMEngineConfig,
+        LoRATarget as LoRATarget,
         RopeConfig as RopeConfig,
         load_engine_config as load_engine_config,
     )
@@ -97,8 +113,17 @@ if TYPE_CHECKING:  # the same table for type checkers and editors; a test compar
         WeightError as WeightError,
     )
     from numba_kv.geometry import Window as Window
+    from numba_kv.kernels.layout import Status as Status
     from numba_kv.plan import MemoryPlan as MemoryPlan, plan_memory as plan_memory
     from numba_kv.shared_resources import (
         SharedResources as SharedResources,
         allocate_zero_buffer as allocate_zero_buffer,
+    )
+    from numba_kv.weights import (
+        Checkpoint as Checkpoint,
+        ExternalWeightManager as ExternalWeightManager,
+        LoRAManager as LoRAManager,
+        RopeCache as RopeCache,
+        SafetensorsFile as SafetensorsFile,
+        targets_from_config as targets_from_config,
     )

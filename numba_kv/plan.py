@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from operator import index as as_integer
 
 from numba_kv.config.engine import LLMEngineConfig
+from numba_kv.config.lora_layout import LoRALayout
 from numba_kv.config.rope_layout import engine_layouts
 from numba_kv.dtypes import dtype
 from numba_kv.errors import InputError, PlanError
@@ -27,6 +28,8 @@ __all__ = ["ALIGNMENT", "GROUP_COLUMNS", "RECORD_WORDS", "GroupPlan", "MemoryPla
 ALIGNMENT = 256
 #: int32 words of a record of a composition change, and int64 columns of what kernels know of a group.
 RECORD_WORDS = 10
+#: Element type of adapters on the device.
+LORA_DTYPE = "bfloat16"
 GROUP_COLUMNS = 16
 
 
@@ -198,6 +201,19 @@ class MemoryPlan:
         raise KeyError(name)
 
 
+def lora_layout(config: LLMEngineConfig) -> LoRALayout | None:
+    """Return where a model's adapters lie, or None if it takes none: rank 0, or no targets are declared."""
+    if not config.max_lora_rank or not config.lora_targets:
+        return None
+    return LoRALayout(
+        targets=config.lora_targets,
+        max_rank=config.max_lora_rank,
+        max_adapters=config.max_loras,
+        dtype=dtype(LORA_DTYPE),
+        max_batch_size=config.max_batch_size,
+    )
+
+
 def plan_memory(config: LLMEngineConfig, memory_bytes: int | None = None) -> MemoryPlan:
     """Plan the caches of `config`.
 
@@ -354,6 +370,10 @@ def _regions(plan: MemoryPlan) -> list[Region]:
     add("edits", (plan.edit_words,))
     add("groups", (count, GROUP_COLUMNS), "int64")
     features = config.num_deepstack_features
+    lora = lora_layout(config)
+    if lora is not None:
+        add("lora.slots", lora.slots_shape, "uint8", lora.slots_nbytes)
+        add("lora.adapter_ids", (rows,), "int32", lora.ids_nbytes)
     for layout in engine_layouts(config):
         add(f"rope.{sum(r.name.startswith('rope.') for r in regions)}", layout.shape, "float32", layout.nbytes)
     add("zero_buffer", (max(256, rows * config.hidden_size * 2 if features else 0),), "uint8")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from operator import index
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from numba_kv.cache import HybridCacheManager, KVPageTable
@@ -11,9 +13,11 @@ from numba_kv.config import LLMEngineConfig
 from numba_kv.device import Device, Memory, Stream, Tensor, create_device
 from numba_kv.device.unique import Unique
 from numba_kv.dtypes import dtype
-from numba_kv.errors import InputError, StateError
+from numba_kv.errors import ConfigError, InputError, StateError
 from numba_kv.geometry import Window, round_up
-from numba_kv.plan import MemoryPlan, plan_memory
+from numba_kv.plan import MemoryPlan, lora_layout, plan_memory
+from numba_kv.weights.external import ExternalWeightManager
+from numba_kv.weights.lora_manager import LoRAManager
 from numba_kv.weights.rope_cache import RopeCache
 
 if TYPE_CHECKING:
@@ -55,6 +59,10 @@ class SharedResources(Unique):
     rope_tables : tuple of RopeTable
         Those of the model: one, or the sliding and the full layers' where they rotate differently; none if the
         configuration states no rotation.
+    lora_manager : LoRAManager or None
+        Adapters; None if the configuration takes none (`max_lora_rank`, `lora_targets`).
+    external_weight_manager : ExternalWeightManager
+        Weights from files; nothing is loaded until `load` is called.
     zero_buffer : Tensor
         uint8 [nbytes], zeros.
     swa_kv_cache_mode : Tensor or None
@@ -86,6 +94,7 @@ class SharedResources(Unique):
     def create_for_llm(
         cls,
         config: LLMEngineConfig,
+        lora_weights_map: Mapping[str, str | Path] | None = None,
         *,
         stream: object | None = None,
         target: str | None = None,
@@ -98,6 +107,8 @@ class SharedResources(Unique):
         ----------
         config : LLMEngineConfig
             The model and its limits.
+        lora_weights_map : mapping of str to path, optional
+            Adapters to load: name -> safetensors file or PEFT folder; empty paths are skipped.
         stream : stream, optional
             Where all work is enqueued: anything with ``__cuda_stream__``, a torch or CuPy stream, a non-zero handle;
             None makes one.
@@ -112,6 +123,8 @@ class SharedResources(Unique):
         ------
         InputError, TargetError
             If an argument is wrong or the target cannot work here.
+        ConfigError, LoRAError
+            If adapters are given and the configuration takes none, or one of them is wrong.
         PlanError, CapacityError
             If the plan does not fit the budget, or the device does not have the memory; nothing stays allocated.
 
@@ -119,8 +132,22 @@ class SharedResources(Unique):
         """
         if not isinstance(config, LLMEngineConfig):
             raise InputError(f"config: {type(config).__name__} given; load_engine_config makes an LLMEngineConfig")
+        adapters = {name: path for name, path in (lora_weights_map or {}).items() if path}
+        if adapters and lora_layout(config) is None:
+            raise ConfigError(
+                f"lora_weights_map: {', '.join(adapters)} given, but max_lora_rank is {config.max_lora_rank} and "
+                f"{len(config.lora_targets)} lora_targets are declared; set both (targets_from_config lists usual targets)"
+            )
         plan = plan_memory(config, memory_bytes)
-        return cls(config, plan, create_device(target, device, stream))
+        resources = cls(config, plan, create_device(target, device, stream))
+        try:
+            for name, path in adapters.items():
+                if resources.lora_manager is not None:
+                    resources.lora_manager.load(name, path)
+        except BaseException:
+            resources.close()
+            raise
+        return resources
 
     def _build(self, plan: MemoryPlan) -> None:
         self._owned.callback(self._close_streams)
@@ -138,12 +165,31 @@ class SharedResources(Unique):
         self.rope_pool = RopeCache(self.device, self.take)
         self._owned.callback(self.rope_pool.close)
         self.rope_tables = self.rope_pool.for_engine(self.config)
+        self.lora_manager = self._make_lora_manager(plan)
+        self.external_weight_manager = ExternalWeightManager(self.device, self.take)
+        self._owned.callback(self.external_weight_manager.close)
         self.zero_buffer = self._tensor("zero_buffer")
         self.swa_kv_cache_mode = None
         if self.config.has_window_layers:
             mode = self._tensor("swa_kv_cache_mode")
             self.swa_kv_cache_mode = mode if self.config.use_bounded_swa else mode[:0]
         self.device.stream.synchronize()
+
+    def _make_lora_manager(self, plan: MemoryPlan) -> LoRAManager | None:
+        layout = lora_layout(plan.config)
+        if layout is None:
+            return None
+        manager = LoRAManager(
+            self.device,
+            self.take,
+            layout.targets,
+            max_rank=layout.max_rank,
+            max_adapters=layout.max_adapters,
+            dtype=layout.dtype,
+            max_batch_size=layout.max_batch_size,
+        )
+        self._owned.callback(manager.close)
+        return manager
 
     def _make_table(self, manager: HybridCacheManager, index: int) -> KVPageTable:
         group = self.plan.groups[index]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from numba_kv.batch.audit import AuditReport
 from numba_kv.batch.batch import Batch
+from numba_kv.batch.capture import CapturedStep
 from numba_kv.batch.sequence import Sequence
 from numba_kv.batch.stats import BatchStats
 from numba_kv.batch.view import StepView
 
-__all__ = ["AuditReport", "Batch", "BatchStats", "Sequence", "StepView"]
+__all__ = ["AuditReport", "Batch", "BatchStats", "CapturedStep", "Sequence", "StepView"]

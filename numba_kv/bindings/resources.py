@@ -7,7 +7,7 @@ from operator import index as as_integer
 
 from numba_kv.batch import StepView
 from numba_kv.bindings.names import DEEPSTACK_EMBEDS
-from numba_kv.bindings.sources import bind_deepstack, bind_kv, bind_scratch, bind_step, bind_tables
+from numba_kv.bindings.sources import bind_deepstack, bind_kv, bind_lora, bind_scratch, bind_step, bind_tables
 from numba_kv.bindings.tensor_map import TensorMap
 from numba_kv.cache import HybridCacheManager
 from numba_kv.device import Tensor
@@ -64,6 +64,8 @@ def bind(
     manager = _manager(resources, view, index)
     given = dict(extra or {})
     found = {**bind_step(manager, view), **bind_tables(manager, view), **bind_scratch(resources), **bind_kv(manager)}
+    if resources.lora_manager is not None:
+        found.update(bind_lora(resources.lora_manager.bindings))
     if any(f"{DEEPSTACK_EMBEDS}_{feature}" not in given for feature in range(resources.config.num_deepstack_features)):
         found.update((name, zeros) for name, zeros in bind_deepstack(resources, view).items() if name not in given)
     twice = next((name for name in given if name in found), None)

@@ -6,6 +6,7 @@ Knows no bytes and no device; imports neither NumPy nor Numba.
 from numba_kv.config.engine import MAX_KV_CACHE_CAPACITY, LLMEngineConfig
 from numba_kv.config.layers import AttentionLayer, check_donors
 from numba_kv.config.load import load_engine_config
+from numba_kv.config.lora_target import LoRATarget
 from numba_kv.config.rope import RopeConfig
 from numba_kv.geometry import FULL, Window
 
@@ -14,6 +15,7 @@ __all__ = [
     "MAX_KV_CACHE_CAPACITY",
     "AttentionLayer",
     "LLMEngineConfig",
+    "LoRATarget",
     "RopeConfig",
     "Window",
     "check_donors",

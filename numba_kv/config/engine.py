@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from numba_kv.config.layers import AttentionLayer, check_donors
+from numba_kv.config.lora_target import LoRATarget
 from numba_kv.config.read import show
 from numba_kv.config.rope import RopeConfig
 from numba_kv.dtypes import KV_CACHE_DTYPES, DType, dtype
@@ -80,8 +81,10 @@ class LLMEngineConfig:
         Pages that a full-attention row is mapped ahead of its length.
     hidden_size, vocab_size : int
         0 where the configuration does not say.
-    max_lora_rank : int
-        0: no LoRA.
+    max_lora_rank, max_loras : int
+        Largest rank of an adapter, 0: no LoRA; adapters on the device at once.
+    lora_targets : tuple of LoRATarget
+        The projections that take adapters; `targets_from_config` lists those of a usual decoder.
     num_deepstack_features : int
         Deep-stack inputs of the engine; decides the size of the zero buffer.
     ropes : tuple of RopeConfig
@@ -109,6 +112,8 @@ class LLMEngineConfig:
     hidden_size: int = 0
     vocab_size: int = 0
     max_lora_rank: int = 0
+    max_loras: int = 4
+    lora_targets: tuple[LoRATarget, ...] = ()
     num_deepstack_features: int = 0
     ropes: tuple[RopeConfig, ...] = field(default=())
     use_bounded_swa: bool = True
@@ -136,6 +141,9 @@ class LLMEngineConfig:
             "reduced_vocab_size",
         ):
             check_int(name, getattr(self, name), 0, INT32_MAX)
+        check_int("max_loras", self.max_loras, 1, INT32_MAX)
+        if not isinstance(self.lora_targets, tuple) or not all(isinstance(t, LoRATarget) for t in self.lora_targets):
+            raise ConfigError("lora_targets: a tuple of LoRATarget is wanted")
         if not isinstance(self.use_bounded_swa, bool):
             raise ConfigError(f"use_bounded_swa: {self.use_bounded_swa!r} is not a bool")
         if not isinstance(self.model_type, str):

@@ -38,7 +38,7 @@ def cuda_problem() -> str | None:
         status = driver.cuInit(0)[0]
         count_status, count = driver.cuDeviceGetCount() if not int(status) else (status, 0)
     except (ImportError, RuntimeError, OSError) as error:
-        return f"the NVIDIA driver library cannot be loaded ({error}); install the driver of the GPU"
+        return f"the NVIDIA driver library cannot be loaded; install the driver of the GPU ({error})"
     if int(status):
         return f"the NVIDIA driver does not start ({status.name}); check it with nvidia-smi"
     version_status, version = driver.cuDriverGetVersion()

@@ -1,0 +1,78 @@
+"""SharedResources with rotary tables, adapters and external weights."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import numba_kv as kv
+from tests.helpers.lora_files import pairs, peft, save_peft
+from tests.helpers.models import tiny_config
+from tests.helpers.ropes import plain, rope
+from tests.helpers.weight_files import write
+
+MODULE = "model.layers.0.self_attn.q_proj"
+
+
+def config(**changes: object) -> kv.LLMEngineConfig:
+    return replace(tiny_config(None, 6), ropes=(rope(theta=1e4, dim=8, positions=64),), **changes)
+
+
+def lora_config(rank: int = 8) -> kv.LLMEngineConfig:
+    return config(max_lora_rank=rank, lora_targets=(kv.LoRATarget(name=MODULE, k=12, n=16),))
+
+
+def test_the_plan_counts_every_byte() -> None:
+    """Planned bytes equal allocated bytes, rotary tables and adapter slots included. sglang#18039."""
+    for engine in (tiny_config(None), config(), lora_config()):
+        with kv.SharedResources.create_for_llm(engine) as resources:
+            assert resources.device.memory.current_bytes == resources.plan.nbytes
+        assert resources.device.memory.current_bytes == 0
+
+
+def test_rotary_tables_cover_the_capacity() -> None:
+    with kv.SharedResources.create_for_llm(config()) as resources:
+        (table,) = resources.rope_tables
+        capacity = resources.config.max_kv_cache_capacity
+        found = table.tensor.to_host()
+        assert found.shape == (1, capacity, 8)
+        angles = np.arange(capacity)[:, None] * plain(8, 1e4)
+        assert np.abs(found[0] - np.concatenate([np.cos(angles), np.sin(angles)], axis=1)).max() < 1e-6
+        assert resources.rope_pool.table(resources.config.ropes[0], capacity) is table
+
+
+def test_adapters_are_loaded_at_construction(tmp_path: Path) -> None:
+    folder = save_peft(tmp_path / "fr", peft(pairs(MODULE)))
+    with kv.SharedResources.create_for_llm(lora_config(), {"fr": folder, "none": ""}) as resources:
+        assert resources.lora_manager is not None
+        assert list(resources.lora_manager.adapters) == ["fr"]
+        batch = kv.Batch(resources)
+        sequence = batch.admit(num_tokens=3)
+        resources.lora_manager.assign({sequence.row: "fr"})
+        assert resources.lora_manager.adapter_ids.to_host()[sequence.row] > 0
+        view = batch.step({sequence: 3})
+        bound = kv.bind(resources, view)
+        assert any(name.endswith("lora_A.weight") for name in bound)
+
+
+def test_adapters_without_room_for_them_are_refused(tmp_path: Path) -> None:
+    folder = save_peft(tmp_path / "fr", peft(pairs(MODULE)))
+    with pytest.raises(kv.ConfigError, match="lora_weights_map: fr given, but max_lora_rank is 0"):
+        kv.SharedResources.create_for_llm(config(), {"fr": folder})
+    with pytest.raises(kv.LoRAError, match="rank"):
+        kv.SharedResources.create_for_llm(lora_config(rank=2), {"fr": folder})
+
+
+def test_external_weights_are_loaded_on_request(tmp_path: Path) -> None:
+    values = {"a": np.arange(6, dtype=np.float32).reshape(2, 3), "b": np.ones(4, np.float16)}
+    path = write(tmp_path / "model.safetensors", values)
+    with kv.SharedResources.create_for_llm(config()) as resources:
+        weights = resources.external_weight_manager
+        assert not weights.tensors
+        weights.load(path)
+        for name, expected in values.items():
+            assert np.array_equal(weights.tensors[name].to_host(), expected)
+    assert resources.device.memory.current_bytes == 0
