@@ -44,6 +44,8 @@ _MODULES = {
         "LoRAManager",
         "RopeCache",
         "SafetensorsFile",
+        "WeightBinding",
+        "WeightInput",
         "targets_from_config",
     ),
 }
@@ -125,5 +127,7 @@ if TYPE_CHECKING:  # the same table for type checkers and editors; a test compar
         LoRAManager as LoRAManager,
         RopeCache as RopeCache,
         SafetensorsFile as SafetensorsFile,
+        WeightBinding as WeightBinding,
+        WeightInput as WeightInput,
         targets_from_config as targets_from_config,
     )
