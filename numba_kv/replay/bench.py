@@ -172,6 +172,13 @@ def measure_step(options: BenchOptions) -> dict[str, object]:
     return found
 
 
+def measure_load(options: BenchOptions) -> dict[str, object]:
+    """Time loading weights from a file in the page cache onto the device, beside a plain copy of the same bytes."""
+    from numba_kv.replay.bench_weights import measure_loading
+
+    return measure_loading(options.target)
+
+
 #: Name of a measure -> what takes it, in the order of ``all``.
 MEASURES: Mapping[str, Measure] = {
     "import": measure_import,
@@ -179,6 +186,7 @@ MEASURES: Mapping[str, Measure] = {
     "replay": measure_replay,
     "copy": measure_copy,
     "step": measure_step,
+    "load": measure_load,
 }
 
 
