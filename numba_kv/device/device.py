@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from operator import index
 from typing import TYPE_CHECKING, Any
 
@@ -17,11 +17,30 @@ from numba_kv.dtypes import DType
 from numba_kv.errors import InputError, ShapeError
 
 if TYPE_CHECKING:
+    from types import TracebackType
+
     from numpy.typing import NDArray
 
     from numba_kv.device.graph import Graph
 
 __all__ = ["Device", "create_device"]
+
+
+class _Active:
+    """What `Device.active` returns. A class, because a generator costs twice as much and every driver call is in one."""
+
+    __slots__ = ("_device", "_entered")
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._entered = False
+
+    def __enter__(self) -> None:
+        self._entered = self._device.enter()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._entered:
+            self._device.leave()
 
 
 class Device(Unique, ABC):
@@ -105,15 +124,9 @@ class Device(Unique, ABC):
     def leave(self) -> None:
         """Give the calling thread the current device back that it had before `enter`."""
 
-    @contextmanager
-    def active(self) -> Iterator[None]:
-        """Run a block with the device current, from whatever thread and whatever device the caller was on."""
-        entered = self.enter()
-        try:
-            yield
-        finally:
-            if entered:
-                self.leave()
+    def active(self) -> AbstractContextManager[None]:
+        """Return a context in which the device is current, from whatever thread and whatever device the caller was on."""
+        return _Active(self)
 
     def tensor(self, shape: tuple[int, ...], dtype: DType) -> Tensor:
         """Return a zeroed tensor with memory of its own.

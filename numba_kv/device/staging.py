@@ -119,7 +119,7 @@ class Staging:
         for first, count, destination, at in parts:
             if count:
                 self._device.copy_to_device(destination.address + 4 * at, base + 4 * first, 4 * count, stream)
-        block.event = stream.record()
+        block.event = stream.record(again=block.event)
         self._next = (self._next + 1) % len(self._blocks)
 
     def close(self) -> None:

@@ -64,8 +64,16 @@ class Stream:
 
     handle: int = 0
 
-    def record(self, *, timing: bool = False) -> Event:
-        """Enqueue and return an event after all work enqueued so far."""
+    def record(self, *, timing: bool = False, again: Event | None = None) -> Event:
+        """Enqueue and return an event after all work enqueued so far.
+
+        Parameters
+        ----------
+        timing : bool
+            Whether `Event.microseconds_since` is to work; then it is a new event.
+        again : Event, optional
+            An event of this device that nobody waits for any more: recorded anew and returned, which makes no driver object.
+        """
         raise StateError("Stream is abstract; take one from a device")
 
     def wait(self, event: Event) -> None:
@@ -86,7 +94,7 @@ class Stream:
 class HostStream(Stream):
     """Stream of the `cpu` and `sim` targets: every call has finished when it returns."""
 
-    def record(self, *, timing: bool = False) -> Event:
+    def record(self, *, timing: bool = False, again: Event | None = None) -> Event:
         """Return an event that is done."""
         return Event()
 
@@ -127,9 +135,12 @@ class CudaStream(Stream):
         """Return a context in which the stream's device is current."""
         return self._device.active()
 
-    def record(self, *, timing: bool = False) -> Event:
+    def record(self, *, timing: bool = False, again: Event | None = None) -> Event:
         """Enqueue and return an event after all work enqueued so far."""
         with self.active():
+            if not timing and again is not None and again.native is not None:
+                self.native.record(again.native)
+                return again
             if not timing:
                 return Event(self.native.record(), self._device)
             from cuda.core import EventOptions

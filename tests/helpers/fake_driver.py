@@ -70,9 +70,9 @@ class FakeStream:
     def __init__(self, driver: FakeDriver, handle: int) -> None:
         self._driver, self.handle = driver, handle
 
-    def record(self, options: object = None) -> Any:
+    def record(self, event: object = None, options: object = None) -> Any:
         self._driver.note("record")
-        return FakeEvent(self._driver)
+        return event or FakeEvent(self._driver)
 
     def wait(self, event: object) -> None:
         self._driver.note("wait")

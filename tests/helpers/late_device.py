@@ -38,7 +38,7 @@ class LateStream(HostStream):
         self.num_run = 0
         self.waits = 0
 
-    def record(self, *, timing: bool = False) -> Event:
+    def record(self, *, timing: bool = False, again: Event | None = None) -> Event:
         return LateEvent(self, self.num_run + len(self.queue))
 
     def wait(self, event: Event) -> None:
