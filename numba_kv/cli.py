@@ -5,8 +5,8 @@ Knows arguments and exit codes. What a command does is in `numba_kv.replay.comma
 
 A refusal names options where the package names arguments: `numba_kv.replay.wording`.
 
-Exit codes: 0 done; 1 the reader of the output has gone; 2 something given was wrong, one line on stderr says what;
-130 interrupted.
+Exit codes: 0 done; 1 the output cannot be written, or its reader has gone; 2 something given was wrong, one line on stderr
+says what; 130 interrupted.
 """
 
 from __future__ import annotations
@@ -15,11 +15,15 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import NoReturn
+from contextlib import suppress
+from typing import TYPE_CHECKING, NoReturn
 
 from numba_kv.errors import NumbaKVError
 from numba_kv.replay.sizes import parse_bytes
 from numba_kv.replay.wording import in_options
+
+if TYPE_CHECKING:
+    from _typeshed import SupportsWrite
 
 __all__ = ["main"]
 
@@ -29,6 +33,10 @@ _TRACE_HELP = "a Mooncake JSONL, an Azure CSV, a JSONL of arrival_s, input_token
 
 class _Parser(argparse.ArgumentParser):
     """Answers a wrong argument with one line."""
+
+    def print_help(self, file: SupportsWrite[str] | None = None) -> None:
+        """Write the help; argparse's own goes on where it cannot be written."""
+        (file or sys.stdout).write(self.format_help())
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
@@ -149,6 +157,8 @@ def _parser() -> argparse.ArgumentParser:
     _add_model(plan, rows, "the model's positions; with a config of TensorRT Edge-LLM what it says")
     text = "most tokens of all rows in one step (default 8192; with a config of TensorRT Edge-LLM rows x max_input_len)"
     plan.add_argument("--max-batch-tokens", type=_integer(1), metavar="T", help=text)
+    text = "count external weights, too: a safetensors file, an index, or a folder of them"
+    plan.add_argument("--weights", metavar="PATH", help=text)
     _add_json(plan)
     text = "Drive the caches of a model with the requests of a trace, as fast as rows allow, and audit them."
     _add_replay(commands.add_parser("replay", help="drive the caches with a trace of requests", description=text))
@@ -167,9 +177,16 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _run(args: argparse.Namespace) -> None:
-    from numba_kv.replay import commands
+    if args.version:
+        from numba_kv import __version__
 
-    commands.COMMANDS[args.command](args)
+        sys.stdout.write(f"numba-kv {__version__}\n")
+    elif args.command is None:
+        _parser().print_help()
+    else:
+        from numba_kv.replay import commands
+
+        commands.COMMANDS[args.command](args)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -180,33 +197,42 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv : sequence of str, optional
         Arguments without the program's name; those of the process if left out.
     """
-    parser = _parser()
-    command = None
+    if sys.stdout is None:  # it was closed before Python started
+        return _complain("stdout is closed; redirect it to the null device to see nothing", 1)
+    command = code = None
     try:
-        args = parser.parse_args(argv)
-        command = args.command
-        if args.version:
-            from numba_kv import __version__
-
-            sys.stdout.write(f"numba-kv {__version__}\n")
-        elif command is None:
-            parser.print_help()
-        else:
+        try:
+            args = _parser().parse_args(argv)
+            command = args.command
             _run(args)
+        except SystemExit as end:  # argparse: --help and wrong arguments
+            code = end.code
         sys.stdout.flush()
-    except SystemExit as end:  # argparse: --help and wrong arguments
-        return end.code if isinstance(end.code, int) else 0
     except NumbaKVError as error:
-        sys.stderr.write(f"numba-kv: {in_options(error, command)}\n")
-        return 2
+        return _complain(in_options(error, command), 2)
     except KeyboardInterrupt:
-        sys.stderr.write("numba-kv: interrupted\n")
-        return 130
+        return _complain("interrupted", 130)
     except BrokenPipeError:
-        # Python would complain once more when it flushes stdout at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _forget_stdout()
         return 1
-    return 0
+    except OSError as error:
+        if error.filename is not None:  # then it is not about a stream that is open already
+            raise
+        _forget_stdout()
+        return _complain(f"stdout cannot be written: {error.strerror or error}", 1)
+    return code if isinstance(code, int) else 0
+
+
+def _complain(text: str, code: int) -> int:
+    with suppress(AttributeError, OSError):  # stderr may be closed or full too; the exit code is left
+        sys.stderr.write(f"numba-kv: {text}\n")
+        sys.stderr.flush()
+    return code
+
+
+def _forget_stdout() -> None:
+    """Keep Python from complaining once more when it flushes stdout at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 if __name__ == "__main__":

@@ -22,12 +22,31 @@ from numba_kv.dtypes import dtype
 from numba_kv.errors import InputError, PlanError
 from numba_kv.geometry import FULL, MAX_POOL_PAGES, RESERVED_PAGES, Window, ceil_div, ring_pages, round_up, table_pages
 
-__all__ = ["ALIGNMENT", "GROUP_COLUMNS", "RECORD_WORDS", "GroupPlan", "MemoryPlan", "Region", "SlabPlan", "plan_memory"]
+__all__ = [
+    "ALIGNMENT",
+    "GROUP_COLUMNS",
+    "PARTS",
+    "RECORD_WORDS",
+    "GroupPlan",
+    "MemoryPlan",
+    "Region",
+    "SlabPlan",
+    "lora_layout",
+    "plan_memory",
+]
 
 #: Bytes to which every region and every layer's pool is aligned.
 ALIGNMENT = 256
 #: int32 words of a record of a composition change, and int64 columns of what kernels know of a group.
 RECORD_WORDS = 10
+#: What `MemoryPlan.parts` names, in words.
+PARTS = {
+    "pools": "pools",
+    "tables": "tables and step data",
+    "rope": "rotary tables",
+    "lora": "adapters",
+    "external_weights": "external weights",
+}
 #: Element type of adapters on the device.
 LORA_DTYPE = "bfloat16"
 GROUP_COLUMNS = 16
@@ -139,7 +158,7 @@ class GroupPlan:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Every byte of device memory that `SharedResources` will take.
+    """Every byte of device memory that `SharedResources` will take; weights when they are loaded, the rest at once.
 
     Attributes
     ----------
@@ -164,6 +183,16 @@ class MemoryPlan:
     def pool_nbytes(self) -> int:
         """Bytes of the KV pools alone."""
         return sum(g.nbytes for g in self.groups)
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """Bytes by what they are for, those that are there: ``pools``, ``tables``, ``rope``, ``lora``, ``external_weights``."""
+        found: dict[str, int] = {}
+        for region in self.regions:
+            first = region.name.partition(".")[0]
+            part = "pools" if first == "kv" else first if first in ("rope", "lora", "external_weights") else "tables"
+            found[part] = found.get(part, 0) + region.nbytes
+        return found
 
     @property
     def max_sequences(self) -> int:
@@ -269,10 +298,11 @@ def _check_budget(memory_bytes: int) -> int:
 def _too_small(plan: MemoryPlan, budget: int) -> PlanError:
     config, needed = plan.config, plan.nbytes
     windows = sum(g.nbytes for g in plan.groups[1:])
+    others = ", ".join(f"{PARTS[part]} {nbytes}" for part, nbytes in plan.parts.items() if part != "pools")
     return PlanError(
         f"memory: {budget} bytes are given and {needed} needed, {needed - budget} short "
         f"(window rings of {config.max_batch_size} rows {windows}, full-attention pool {plan.groups[0].nbytes}, "
-        f"tables and step data {needed - plan.pool_nbytes}); lower max_batch_size ({config.max_batch_size}), "
+        f"{others}); lower max_batch_size ({config.max_batch_size}), "
         f"max_kv_cache_capacity ({config.max_kv_cache_capacity}) or max_step_tokens ({config.max_step_tokens}), "
         "or take a smaller kv_cache_dtype",
         needed_bytes=needed,
@@ -376,6 +406,8 @@ def _regions(plan: MemoryPlan) -> list[Region]:
         add("lora.adapter_ids", (rows,), "int32", lora.ids_nbytes)
     for layout in engine_layouts(config):
         add(f"rope.{sum(r.name.startswith('rope.') for r in regions)}", layout.shape, "float32", layout.nbytes)
+    if config.external_weights_nbytes:
+        add("external_weights", (config.external_weights_nbytes,), "uint8")
     add("zero_buffer", (max(256, rows * config.hidden_size * 2 if features else 0),), "uint8")
     if config.has_window_layers:
         add("swa_kv_cache_mode", (1,), "int8")

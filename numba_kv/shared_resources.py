@@ -13,7 +13,7 @@ from numba_kv.config import LLMEngineConfig
 from numba_kv.device import Device, Memory, Stream, Tensor, create_device
 from numba_kv.device.unique import Unique
 from numba_kv.dtypes import dtype
-from numba_kv.errors import ConfigError, InputError, StateError
+from numba_kv.errors import CapacityError, ConfigError, InputError, StateError
 from numba_kv.geometry import Window, round_up
 from numba_kv.plan import MemoryPlan, lora_layout, plan_memory
 from numba_kv.weights.external import ExternalWeightManager
@@ -84,10 +84,15 @@ class SharedResources(Unique):
         self._named: dict[str, Memory] = {}
         self._streams = [device.stream]
         self._user: TableUser | None = None
+        self._loan = object()  # what ends the loans to users; kept from the start, so that an interrupt cannot lose it
         self._closed = self._is_released = False
         with device.active(), ExitStack() as undo:  # a constructor that raises leaves nothing allocated
             undo.callback(self._owned.close)
-            self._build(plan)
+            try:
+                self._build(plan)
+            except MemoryError as error:
+                reason = f"host memory: copies of the page tables do not fit ({error}); lower max_batch_size or the capacity"
+                raise CapacityError(reason, needed=plan.nbytes - plan.pool_nbytes, free=0) from error
             undo.pop_all()
 
     @classmethod
@@ -203,7 +208,7 @@ class SharedResources(Unique):
             tensor=manager.step_buffers.page_tables[index],
             name=f"page table of {group.window} attention",
         )
-        self._owned.callback(table.close)
+        self._owned.callback(lambda: table.close(even_if_lent=True))  # also after a batch that failed to give it back
         return table
 
     def take(self, name: str, nbytes: int) -> Memory:
@@ -321,7 +326,7 @@ class SharedResources(Unique):
         self._user = user  # before the first table is lent, so that `detach` undoes whatever an error or an interrupt left
         try:
             for table in self._tables():
-                table.lend(type(user).__name__)
+                table.lend(type(user).__name__, self._loan)
         except BaseException:
             self.detach(user)
             raise
@@ -332,8 +337,8 @@ class SharedResources(Unique):
             return
         with ExitStack() as each:  # goes on past a table that fails
             for table in self._tables():
-                if table.is_lent:
-                    each.callback(table.give_back)
+                if table.is_lent_for(self._loan):
+                    each.callback(table.give_back, self._loan)
         self._user = None
 
     def _tables(self) -> list[KVPageTable]:

@@ -49,6 +49,13 @@ class Batch(HostlessSteps):
     derived : DerivedForms
         Other shapes of a step's tables, on request.
 
+    Raises
+    ------
+    InputError, StateError
+        If `resources` is no SharedResources, is closed, or has a batch.
+    CapacityError
+        If the host has not enough memory.
+
     Notes
     -----
     Every call that raises an error of this library has changed nothing. Calls must not overlap in several threads. All
@@ -71,9 +78,12 @@ class Batch(HostlessSteps):
                 self._buffers.reset()
                 self.stepper = Stepper(self._buffers, self.guard)
                 self.derived = DerivedForms(self._buffers, self.guard, resources.take_once)
-            except BaseException:
+            except BaseException as error:
                 self.guard.is_closed = True
                 resources.detach(self)
+                if isinstance(error, MemoryError):
+                    reason = f"host memory: the lists of pages of {self._rows} rows do not fit ({error}); plan with fewer rows"
+                    raise CapacityError(reason, needed=self._rows, free=0) from error
                 raise
 
     # -- composition ---------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ edit thus costs the same in a table of any size, and an upload looks only at wha
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Set
 from operator import index
 from typing import TYPE_CHECKING, Any
 
@@ -251,6 +251,8 @@ def _as_array(slot: int, ids: Any) -> NDArray[Any]:
         if ids.ndim != 1 or ids.dtype.kind not in "iu":
             raise ShapeError(f"ids: {ids.dtype} array of shape {ids.shape} given for slot {slot}, one axis of integers wanted")
         return ids
+    if isinstance(ids, (bytes, bytearray, Mapping, Set)):  # iterable, but of no ids or in no order
+        raise InputError(f"ids: {type(ids).__name__} for slot {slot} is not a sequence of page ids")
     try:
         values = list(ids)
     except TypeError:

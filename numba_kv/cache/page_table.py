@@ -84,6 +84,8 @@ class KVPageTable(Unique):
         tensor: Tensor | None = None,
         name: str = "page table",
     ) -> None:
+        if not isinstance(device, Device):
+            raise InputError(f"device: {type(device).__name__} is not a Device")
         if mode not in ("dense", "sparse"):
             raise InputError(f"mode: {mode!r} is not 'dense' or 'sparse'")
         self._mode = mode
@@ -98,6 +100,7 @@ class KVPageTable(Unique):
         self._gather = RowGather(self._copy.tensor)
         self._is_identity = False
         self._owner: str | None = None
+        self._loan: object = None
         self._device = device
         self._guard = CallGuard(device, name, poisons=False)  # rows count as sent only once their copies are enqueued
         self.last_upload_entries = 0
@@ -343,8 +346,21 @@ class KVPageTable(Unique):
 
     # -- ownership
 
-    def lend(self, owner: str) -> None:
+    def lend(self, owner: str, loan: object = None) -> object:
         """Let `owner` write the device copy: the host forgets its rows, mutators and uploads raise until `give_back`.
+
+        Parameters
+        ----------
+        owner : str
+            What messages call the borrower.
+        loan : object, optional
+            What to give back with; None makes one. A borrower that must be able to give back whatever interrupts it passes
+            one that it has kept already.
+
+        Returns
+        -------
+        object
+            `loan`: whoever has it can end the loan.
 
         Raises
         ------
@@ -359,37 +375,59 @@ class KVPageTable(Unique):
             self._copy.join(self._device.stream)
             self._host.clear()
             self._is_identity = False
+            self._loan = object() if loan is None else loan
             self._owner = str(owner)
+            return self._loan
 
-    def give_back(self, stream: object | None = None) -> None:
+    def is_lent_for(self, loan: object) -> bool:
+        """Return whether the table is lent, and `loan` is what gives it back."""
+        return self._owner is not None and self._loan is loan
+
+    def give_back(self, loan: object, stream: object | None = None) -> None:
         """Make the table the host's again, with nothing mapped on either side.
+
+        Parameters
+        ----------
+        loan : object
+            What `lend` returned.
+        stream : stream, optional
+            Default: the device's own.
 
         Raises
         ------
         StateError
-            If the table is not lent.
+            If the table is not lent, or lent to somebody else.
 
-        Stream: enqueues a fill of the device copy with -1 on `stream` (default: the device's own).
+        Stream: enqueues a fill of the device copy with -1 on `stream`.
         """
         with self._guard:
             if self._owner is None:
                 raise StateError(f"give_back: {self._name} is not lent")
+            if self._loan is not loan:
+                raise StateError(f"give_back: {self._name} is lent to {self._owner}; pass what its lend() returned")
             self._copy.clear(stream)
             self._host.clear()
-            self._owner = None
+            self._owner = self._loan = None
 
-    def close(self) -> None:
+    def close(self, *, even_if_lent: bool = False) -> None:
         """Give back the staging memory and, if it is the table's own, the device memory. A second call does nothing.
+
+        Parameters
+        ----------
+        even_if_lent : bool
+            Close it under its borrower: for who owns both.
 
         Raises
         ------
         StateError
-            If a call is running in another thread.
+            If the table is lent, or a call is running in another thread.
 
         Stream: waits for uploads in flight; the device memory is freed in the order of the device's own stream.
         """
         if self._guard.is_closed:
             return
+        if self._owner is not None and not even_if_lent:
+            raise StateError(f"close: {self._name} is lent to {self._owner}; give_back() it first")
         self._guard.close()
         with self._device.active():
             self._gather.close()

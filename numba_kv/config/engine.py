@@ -85,6 +85,8 @@ class LLMEngineConfig:
         Largest rank of an adapter, 0: no LoRA; adapters on the device at once.
     lora_targets : tuple of LoRATarget
         The projections that take adapters; `targets_from_config` lists those of a usual decoder.
+    external_weights_nbytes : int
+        Device bytes that the plan keeps for weights from files; `numba_kv.weights.arena_nbytes` counts those of a checkpoint.
     num_deepstack_features : int
         Deep-stack inputs of the engine; decides the size of the zero buffer.
     ropes : tuple of RopeConfig
@@ -114,6 +116,7 @@ class LLMEngineConfig:
     max_lora_rank: int = 0
     max_loras: int = 4
     lora_targets: tuple[LoRATarget, ...] = ()
+    external_weights_nbytes: int = 0
     num_deepstack_features: int = 0
     ropes: tuple[RopeConfig, ...] = field(default=())
     use_bounded_swa: bool = True
@@ -141,6 +144,7 @@ class LLMEngineConfig:
             "reduced_vocab_size",
         ):
             check_int(name, getattr(self, name), 0, INT32_MAX)
+        check_int("external_weights_nbytes", self.external_weights_nbytes, 0, 1 << 50)
         check_int("max_loras", self.max_loras, 1, INT32_MAX)
         if not isinstance(self.lora_targets, tuple) or not all(isinstance(t, LoRATarget) for t in self.lora_targets):
             raise ConfigError("lora_targets: a tuple of LoRATarget is wanted")

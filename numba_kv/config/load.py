@@ -5,7 +5,6 @@ Knows how a file is opened and how its dialect is told. Knows no other key: the 
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,13 +13,15 @@ from numba_kv.config.edgellm import read_edgellm
 from numba_kv.config.engine import LLMEngineConfig
 from numba_kv.config.huggingface import read_huggingface
 from numba_kv.config.limits import Limits
-from numba_kv.config.read import Reader, show
+from numba_kv.config.read import Reader, check_regular, parse_json, show, show_path
 from numba_kv.errors import ConfigError
 
 __all__ = ["load_engine_config"]
 
 #: The first two decide. The others exist in no Transformers model, so a file that has one is a damaged file of the reference.
 _EDGELLM_KEYS = ("builder_config", "edgellm_version", "engine_role", "kv_layer_configs", "spec_decode_type")
+#: Configurations have some kilobytes.
+_MOST_BYTES = 16 << 20
 
 
 def load_engine_config(
@@ -108,12 +109,23 @@ def _read_file(source: str | os.PathLike[str]) -> tuple[str, object]:
     if not isinstance(source, (str, os.PathLike)):
         raise ConfigError(f"source: {show(source)} is not a path or a mapping")
     name = os.fspath(source)
+    if not name:
+        raise ConfigError(
+            "source: an empty path cannot be read; name a config.json, or '.' for the one in the working directory"
+        )
+    label = show_path(name)
     try:
         path = Path(name)
-        text = (path / "config.json" if path.is_dir() else path).read_text(encoding="utf-8-sig")
+        file = path / "config.json" if path.is_dir() else path
+        check_regular(file)
+        with file.open("rb") as stream:
+            content = stream.read(_MOST_BYTES + 1)
+        if len(content) > _MOST_BYTES:
+            raise OSError(f"it is larger than {_MOST_BYTES >> 20} MiB; a model's config.json has some kilobytes")
+        text = content.decode("utf-8-sig")
     except (OSError, ValueError, TypeError) as error:
-        raise ConfigError(f"{name}: cannot be read: {error}") from error
+        raise ConfigError(f"{label}: cannot be read: {error}") from error
     try:
-        return name, json.loads(text)
+        return label, parse_json(text)
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{name}: is not JSON: {error}") from error
+        raise ConfigError(f"{label}: is not JSON: {error}") from error

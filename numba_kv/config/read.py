@@ -7,14 +7,17 @@ integer, and a number out of range is never wrapped.
 
 from __future__ import annotations
 
+import json
 import math
+import os
 import reprlib
+import stat
 from collections.abc import Iterable, Mapping
 
 from numba_kv.errors import ConfigError, UnsupportedModelError
 from numba_kv.geometry import INT32_MAX
 
-__all__ = ["INT64_MAX", "Reader", "show", "words"]
+__all__ = ["INT64_MAX", "Reader", "check_regular", "parse_json", "show", "show_path", "words"]
 
 INT64_MAX = 2**63 - 1
 
@@ -30,6 +33,39 @@ def show(value: object) -> str:
         return _REPR.repr(value)
     except ValueError:  # an integer with more digits than Python prints
         return "an integer of thousands of digits"
+
+
+def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"key {show(twice)} is given twice in one object")
+    return found
+
+
+def parse_json(text: str) -> object:
+    """Return what JSON `text` means.
+
+    Raises
+    ------
+    ValueError, RecursionError
+        If it is not JSON, or an object gives a key twice: readers disagree on which of the two counts.
+    """
+    parsed: object = json.loads(text, object_pairs_hook=_object)
+    return parsed
+
+
+def check_regular(path: str | os.PathLike[str]) -> None:
+    """Raise OSError if `path` is nothing that can be read to an end: a device, a pipe, a folder, or not there."""
+    if not stat.S_ISREG(os.stat(path).st_mode):
+        raise OSError("it is not a regular file; a device or a pipe may have no end")
+
+
+def show_path(path: str | os.PathLike[str]) -> str:
+    """Return `path` as a message shows it: as it is, or cut and quoted if it is too long or cannot be printed."""
+    name = os.fspath(path)
+    return name if len(name) <= 240 and name.isprintable() else show(name)
 
 
 def words(text: str) -> tuple[str, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from math import prod
 from operator import index
 from typing import TYPE_CHECKING, Any
 
@@ -134,16 +135,12 @@ class Device(Unique, ABC):
         Raises
         ------
         ShapeError
-            If an extent is negative.
+            If an extent is no integer, or negative.
         CapacityError
             If the device has not enough memory.
         """
-        size = dtype.itemsize
-        for extent in shape:
-            if extent < 0:
-                raise ShapeError(f"shape: {shape} has a negative extent")
-            size *= extent
-        return Tensor(self.allocate(max(1, size)), self, dtype, shape)
+        extents = _extents(shape)
+        return Tensor(self.allocate(max(1, prod(extents) * dtype.itemsize)), self, dtype, extents)
 
     def fill(self, tensor: Tensor, value: int, stream: Stream) -> None:
         """Set every element of a dense tensor of 1-, 2- or 4-byte elements to the bits of the integer `value`.
@@ -151,7 +148,7 @@ class Device(Unique, ABC):
         Raises
         ------
         InputError
-            If the tensor is not dense or its elements are larger.
+            If the tensor is not dense or its elements are larger, or the value is no integer.
 
         Stream: enqueues.
         """
@@ -159,14 +156,18 @@ class Device(Unique, ABC):
         size = tensor.dtype.itemsize
         if not tensor.is_contiguous or size > 4:
             raise InputError("fill: a dense tensor of at most 4-byte elements is wanted")
+        try:
+            bits = index(value)
+        except TypeError:
+            raise InputError(f"fill: value: {value!r} is not an integer; the bits of an element are wanted") from None
         if tensor.size:
-            self._fill_bits(tensor, value & ((1 << (8 * size)) - 1), stream)
+            self._fill_bits(tensor, bits & ((1 << (8 * size)) - 1), stream)
 
     def download(self, tensor: Tensor, stream: Stream | None = None) -> NDArray[Any]:
         """Return a copy of `tensor` in host memory. Stream: waits for `stream`."""
         import numpy as np
 
-        stream = stream or self.stream
+        stream = self._stream_or_own(stream)
         if not tensor.size:
             return np.empty(tensor.shape, tensor.dtype.numpy())
         with self.active():
@@ -180,7 +181,7 @@ class Device(Unique, ABC):
         """
         import numpy as np
 
-        stream = stream or self.stream
+        stream = self._stream_or_own(stream)
         if not tensor.size:
             return
         with self.active():
@@ -191,6 +192,11 @@ class Device(Unique, ABC):
                 view[...] = values
             self.copy_to_device(address, source.ctypes.data, source.nbytes, stream)
             stream.synchronize()
+
+    def _stream_or_own(self, stream: object | None) -> Stream:
+        if stream is None:
+            return self.stream
+        return stream if isinstance(stream, Stream) else self.as_stream(stream)
 
     def _span(self, tensor: Tensor, stream: Stream) -> tuple[NDArray[Any], NDArray[Any], int]:
         """Return a tensor's elements as a view of a host copy of the bytes from its first to its last, and their address."""
@@ -207,6 +213,16 @@ class Device(Unique, ABC):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.target!r}, {self.ordinal})"
+
+
+def _extents(shape: Any) -> tuple[int, ...]:
+    try:
+        extents = [-1 if isinstance(extent, bool) else index(extent) for extent in shape]
+    except TypeError:
+        extents = [-1]
+    if min(extents, default=0) < 0:
+        raise ShapeError(f"shape: {shape!r} is not a tuple of extents, integers from 0 on")
+    return tuple(extents)
 
 
 def create_device(target: str | None = None, ordinal: int = 0, stream: object | None = None) -> Device:

@@ -1,8 +1,11 @@
-"""DLPack capsules, made by hand because NumPy's own cannot carry bfloat16 and float8."""
+"""DLPack capsules: NumPy's, with the fields set that NumPy cannot state (bfloat16, float8, device memory).
+
+A consumer may let go of an array at any time: with an exception pending, on a thread without the interpreter's lock, or when
+the interpreter has ended. NumPy's capsules are let go of in C, which gets through all of these; a Python function does not.
+"""
 
 from __future__ import annotations
 
-import atexit
 import ctypes
 from typing import TYPE_CHECKING, Any
 
@@ -54,52 +57,27 @@ class _DLTensor(ctypes.Structure):
     )
 
 
-class _Managed(ctypes.Structure):
-    pass
-
-
-#: The interpreter's own functions under types of ours: those of `ctypes.pythonapi` itself are everybody's.
-_PyCapsule_IsValid = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_char_p)(("PyCapsule_IsValid", ctypes.pythonapi))
-_PyCapsule_GetPointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p)(
+#: The interpreter's own function under types of ours: those of `ctypes.pythonapi` itself are everybody's.
+_PyCapsule_GetPointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(
     ("PyCapsule_GetPointer", ctypes.pythonapi)
 )
-_Py_IncRef = ctypes.PYFUNCTYPE(None, ctypes.py_object)(("Py_IncRef", ctypes.pythonapi))
-
-_Deleter = ctypes.CFUNCTYPE(None, ctypes.POINTER(_Managed))
-_Managed._fields_ = (("tensor", _DLTensor), ("context", ctypes.c_void_p), ("deleter", _Deleter))
-
-#: Exported tensors by the address of their record: alive until the consumer calls the deleter. This belongs to the process,
-#: not to a device: a consumer holds nothing but that address, may outlive every object here, and calls back on any thread.
-#: An entry is added once and taken out once, each by one dict operation, which the interpreter does whole.
-_exported: dict[int, tuple[_Managed, Any, Any, Tensor]] = {}
 
 
-def _release(managed: Any) -> None:
-    _exported.pop(ctypes.addressof(managed.contents), None)
+class _Owner:
+    """What an exported array holds: the tensor, under NumPy's array protocol as unsigned integers of the same size."""
 
+    __slots__ = ("__array_interface__", "_tensor")
 
-_deleter = _Deleter(_release)
-
-
-def _release_unused(capsule: int) -> None:
-    """Free the record of a capsule that nobody consumed."""
-    if _PyCapsule_IsValid(capsule, b"dltensor"):
-        _exported.pop(_PyCapsule_GetPointer(capsule, b"dltensor"), None)
-
-
-_CapsuleDestructor = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
-_capsule_destructor = _CapsuleDestructor(_release_unused)
-_PyCapsule_New = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_char_p, _CapsuleDestructor)(
-    ("PyCapsule_New", ctypes.pythonapi)
-)
-
-
-@atexit.register
-def _leave_to_consumers() -> None:
-    """Keep what is still exported, without a deleter: a consumer may let go when no Python code can run any more."""
-    for managed, *_ in _exported.values():
-        managed.deleter = _Deleter()
-    _Py_IncRef(_exported)
+    def __init__(self, tensor: Tensor) -> None:
+        size = tensor.dtype.itemsize
+        self._tensor = tensor
+        self.__array_interface__ = {
+            "shape": tensor.shape,
+            "typestr": f"{'|' if size == 1 else '<'}u{size}",
+            "data": (tensor.address, False),
+            "strides": tuple(s * size for s in tensor.strides),
+            "version": 3,
+        }
 
 
 def device_of(tensor: Tensor) -> tuple[int, int]:
@@ -109,20 +87,10 @@ def device_of(tensor: Tensor) -> tuple[int, int]:
 
 def to_capsule(tensor: Tensor) -> Any:
     """Return a capsule that shares the tensor's memory; the tensor lives until the consumer is done."""
-    extents = ctypes.c_int64 * max(1, tensor.ndim)
-    shape, strides = extents(*tensor.shape), extents(*tensor.strides)
-    kind, number = device_of(tensor)
-    managed = _Managed()
-    managed.tensor = _DLTensor(
-        tensor.address,
-        _Device(kind, number),
-        tensor.ndim,
-        _Type(_CODES[tensor.dtype.name], tensor.dtype.itemsize * 8, 1),
-        ctypes.cast(shape, ctypes.POINTER(ctypes.c_int64)),
-        ctypes.cast(strides, ctypes.POINTER(ctypes.c_int64)),
-        0,
-    )
-    managed.deleter = _deleter
-    address = ctypes.addressof(managed)
-    _exported[address] = (managed, shape, strides, tensor)
-    return _PyCapsule_New(address, b"dltensor", _capsule_destructor)
+    import numpy as np
+
+    capsule = np.asarray(_Owner(tensor)).__dlpack__()  # looks at no element, so that the memory may be a device's
+    shared = _DLTensor.from_address(_PyCapsule_GetPointer(capsule, b"dltensor"))  # what the managed record begins with
+    shared.device = _Device(*device_of(tensor))
+    shared.dtype = _Type(_CODES[tensor.dtype.name], tensor.dtype.itemsize * 8, 1)
+    return capsule

@@ -65,3 +65,5 @@ class HostDevice(Device):
 
     def order_consumer(self, stream: object | None) -> None:
         """Return at once: nothing is ever pending."""
+        if stream is not None and not isinstance(stream, int):
+            raise InputError(f"stream: {stream!r} cannot be used on the {self.target!r} target; pass None")

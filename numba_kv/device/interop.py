@@ -40,7 +40,8 @@ def as_tensor(device: Device, value: Any, name: str) -> Tensor:
     """
     if isinstance(value, Tensor):
         if value.device is not device:
-            raise InteropError(f"{name}: the tensor is on {value.device!r}, not on {device!r}")
+            where = "" if repr(value.device) == repr(device) else f", on {value.device!r} and not on {device!r}"
+            raise InteropError(f"{name}: the tensor belongs to another SharedResources{where}")
         return value
     if device.target == "cuda":
         interface = getattr(value, "__cuda_array_interface__", None)

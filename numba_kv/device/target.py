@@ -19,8 +19,16 @@ TARGETS = ("cuda", "cpu", "sim")
 
 def simulator_is_on() -> bool:
     """Return whether Numba's CUDA simulator is switched on for this process."""
+    return _is_set("NUMBA_ENABLE_CUDASIM")
+
+
+def _compiler_is_off() -> bool:
+    return _is_set("NUMBA_DISABLE_JIT")
+
+
+def _is_set(variable: str) -> bool:
     try:  # as Numba reads it: what is not a number switches nothing on
-        return int(os.environ.get("NUMBA_ENABLE_CUDASIM", "0")) != 0
+        return int(os.environ.get(variable, "0")) != 0
     except ValueError:
         return False
 
@@ -67,11 +75,15 @@ def resolve_target(name: str | None = None) -> str:
     if name is None:
         if simulator_is_on():
             return "sim"
-        return "cpu" if cuda_problem() else "cuda"
-    if name not in TARGETS:
+        if not cuda_problem():
+            return "cuda"
+        name = "cpu"
+    if not isinstance(name, str) or name not in TARGETS:
         raise TargetError(f"{source}: {name!r} is not one of {', '.join(TARGETS)}")
     if name == "sim" and not simulator_is_on():
         raise TargetError(f"{source}: 'sim' needs NUMBA_ENABLE_CUDASIM=1 in the environment before Python starts")
+    if name == "cpu" and _compiler_is_off():
+        raise TargetError(f"{source}: 'cpu' cannot work while NUMBA_DISABLE_JIT is set; unset it and start again")
     if name == "cuda":
         if simulator_is_on():
             raise TargetError(f"{source}: 'cuda' cannot work while NUMBA_ENABLE_CUDASIM is set; unset it and start again")

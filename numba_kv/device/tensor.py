@@ -193,6 +193,10 @@ class Tensor(Unique):
         Stream: enqueues on `stream` and waits. For tests and set-up, not for steps.
         """
         self.check_open()
+        import numpy as np
+
+        if not isinstance(values, (np.ndarray, np.generic)):
+            raise ShapeError(f"values: {type(values).__name__} given, an array of {self.dtype} {self.shape} wanted")
         if values.shape != self.shape or values.dtype != self.dtype.numpy():
             raise ShapeError(f"values: {values.dtype} {values.shape} given, {self.dtype} {self.shape} wanted")
         self.device.upload(self, values, stream)
@@ -238,7 +242,11 @@ class Tensor(Unique):
         self.check_open()
         if copy:
             raise InteropError("copy: True is not possible; a tensor is exchanged without a copy")
-        if dl_device is not None and tuple(dl_device) != device_of(self):
+        try:
+            is_elsewhere = dl_device is not None and tuple(dl_device) != device_of(self)
+        except TypeError:
+            raise InteropError(f"dl_device: {dl_device!r} is not a pair (device type, number)") from None
+        if is_elsewhere:
             raise InteropError(f"dl_device: {dl_device} is wanted, the tensor is on {device_of(self)}")
         self.device.order_consumer(stream)
         return to_capsule(self)

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
+from operator import index
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +39,7 @@ __all__ = ["Kernel", "Launch", "Routine", "all_kernels", "kernel", "routine", "s
 #: Items below this are one block of the thread form; more are split.
 _THREADS = 128
 _MAX_THREADS = 1024
+_MOST_ITEMS = (1 << 63) - 1
 _REGISTRY: dict[str, Kernel] = {}
 
 
@@ -151,13 +153,17 @@ class Kernel:
 
         Cost: compiles on first use (seconds; cached on disk). Enqueues nothing.
         """
+        if not isinstance(device, Device):
+            raise InputError(f"device: {type(device).__name__} is not a Device")
+        if not isinstance(values, Mapping):
+            raise InputError(f"values: {type(values).__name__} is not a mapping of argument names to values")
         missing, extra = set(self.arguments) - set(values), set(values) - set(self.arguments)
         if missing or extra:
-            raise InputError(f"kernel {self.name}: missing {sorted(missing)}, unknown {sorted(extra)}")
+            raise InputError(f"kernel {self.name}: missing {sorted(missing)}, unknown {sorted(extra, key=str)}")
         if threads is None:
             threads = 256 if self.block_form else _THREADS
-        elif not 1 <= threads <= _MAX_THREADS:
-            raise InputError(f"threads: {threads} is not in 1..{_MAX_THREADS}")
+        else:
+            threads = _checked_threads(threads)
         for name, value in values.items():
             if isinstance(value, Tensor) and value.device is not device:
                 raise InputError(f"{name}: the tensor is on another device object than the launch")
@@ -202,10 +208,10 @@ class Launch:
         Raises
         ------
         InputError
-            If a scalar is unknown or no 64-bit integer, or `items` is negative; nothing runs and nothing is changed.
+            If a scalar is unknown or no 64-bit integer, or `items` is no number of items; nothing runs and nothing is changed.
         """
-        if items < 0:
-            raise InputError(f"kernel {self.kernel.name}: {items} items")
+        if type(items) is not int or not 0 <= items <= _MOST_ITEMS:
+            items = self._checked_items(items)
         words, places = self._words, self._places
         before = words.tobytes() if scalars else b""
         try:
@@ -217,6 +223,15 @@ class Launch:
         if items:
             self._run(items, stream)
 
+    def _checked_items(self, items: Any) -> int:
+        try:
+            number = -1 if isinstance(items, bool) else index(items)
+        except TypeError:
+            number = -1
+        if not 0 <= number <= _MOST_ITEMS:
+            raise InputError(f"kernel {self.kernel.name}: items: {items!r} is not an integer in 0..{_MOST_ITEMS}")
+        return number
+
     def _refusal(self, scalars: dict[str, int]) -> InputError:
         """Return the error of the first scalar that cannot be set."""
         for name, value in scalars.items():
@@ -227,6 +242,16 @@ class Launch:
             except InputError as error:
                 return error
         raise InvariantError(f"kernel {self.kernel.name}: scalars {scalars} were refused without a reason")
+
+
+def _checked_threads(threads: Any) -> int:
+    try:
+        number = 0 if isinstance(threads, bool) else index(threads)
+    except TypeError:
+        number = 0
+    if not 1 <= number <= _MAX_THREADS:
+        raise InputError(f"threads: {threads!r} is not in 1..{_MAX_THREADS}")
+    return number
 
 
 def _runner(launch: Launch) -> Callable[[int, Stream], None]:

@@ -5,24 +5,27 @@ Knows the way from arguments to a plan, a trace, a replay and files. Does not kn
 
 from __future__ import annotations
 
+import os
+import re
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from numba_kv.config import LLMEngineConfig, load_engine_config
+from numba_kv.config.read import show, show_path
 from numba_kv.errors import ConfigError, InputError
-from numba_kv.geometry import round_up
+from numba_kv.geometry import INT32_MAX, round_up
 from numba_kv.plan import plan_memory
 from numba_kv.replay.fit import most_rows
 from numba_kv.replay.generate import GeneratorOptions, generate_trace
 from numba_kv.replay.loading import largest_window, load_model, merged_windows, model_name
 from numba_kv.replay.models import find_config
 from numba_kv.replay.output import Output, check_writable, dumps, write_text
-from numba_kv.replay.report import check_drawing, write_picture, write_report
+from numba_kv.replay.report import check_drawing, check_picture, write_picture, write_report
 from numba_kv.replay.request import Trace, fit_to_capacity
 from numba_kv.replay.run import ReplayOptions, ReplayResult, replay
 from numba_kv.replay.tables import Budget, plan_json, plan_table, replay_table
@@ -37,6 +40,10 @@ _DEFAULT_REQUESTS = 200
 def _plan(args: Namespace) -> None:
     output = Output(args.json)
     config = load_model(args, rows=args.batch, capacity=args.capacity, max_batch_tokens=args.max_batch_tokens)
+    if args.weights is not None:
+        from numba_kv.weights import arena_nbytes
+
+        config = replace(config, external_weights_nbytes=arena_nbytes(args.weights))
     plan = plan_memory(config, args.memory)
     budget = None if args.memory is None else Budget(args.memory, most_rows(config, args.memory))
     name = model_name(args.config, config)
@@ -60,12 +67,15 @@ class _Job:
 
 def _read(args: Namespace, most: int) -> Trace:
     name, _, seed = args.trace.partition(":")
-    if name != "generated" or Path(args.trace).exists():
+    if not args.trace:
+        raise InputError("TRACE: the name is empty; name a file, or write generated")
+    if name != "generated" or os.path.exists(args.trace):  # pathlib's raises for names that no file can have
         return read_trace(args.trace, limit=args.limit)
-    try:
-        number = int(seed or 0)
-    except ValueError:
-        raise InputError(f"TRACE: the seed of {args.trace!r} is not an integer; write generated:7") from None
+    if not re.fullmatch(r"-?[0-9]{1,18}|", seed, re.ASCII):
+        raise InputError(f"TRACE: the seed of {show(args.trace)} is not an integer of at most 18 digits; write generated:7")
+    number = int(seed or 0)
+    if most < 2:
+        raise InputError(f"--capacity: {most} token holds no request of a generated trace; at least 2 are wanted")
     options = GeneratorOptions(seed=number, max_total_tokens=min(most, GeneratorOptions.max_total_tokens))
     return generate_trace(args.limit or _DEFAULT_REQUESTS, options)
 
@@ -73,9 +83,13 @@ def _read(args: Namespace, most: int) -> Trace:
 def _replay(args: Namespace) -> None:
     output = Output(args.json)
     report, picture = check_writable("--report", args.report), check_writable("--picture", args.picture)
-    if report or picture:
+    if report:
         check_drawing()
+    if picture:
+        check_picture(picture)
     rows = args.batch or _DEFAULT_ROWS
+    if args.chunk > INT32_MAX:
+        raise InputError(f"--chunk: {args.chunk} is not in 1..{INT32_MAX}")
     # Without --capacity the file's own limit is the most; what the trace needs of it is known when both have been read.
     widest = load_model(args, rows=rows, capacity=args.capacity, max_batch_tokens=rows + args.chunk)
     most = widest.max_kv_cache_capacity
@@ -138,11 +152,15 @@ def _progress(output: Output, trace: Trace) -> Iterator[Callable[[int, int], Non
 def _demo(args: Namespace) -> None:
     output = Output(args.json)
     check_drawing()
+    if not args.out:
+        raise InputError("--out: the name is empty; name a folder")
     folder = Path(args.out)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise InputError(f"--out: the folder {folder} cannot be made: {error.strerror or error}") from None
+        raise InputError(f"--out: the folder {show_path(args.out)} cannot be made: {error.strerror or error}") from None
+    for name in ("demo.png", "demo.json"):
+        check_writable("--out", str(folder / name))
     name, chunk, rows = "gemma3_270m", 2048, 32
     trace = generate_trace(_DEFAULT_REQUESTS)
     config = load_engine_config(
@@ -191,12 +209,13 @@ def _bench(args: Namespace) -> None:
     from numba_kv.replay.bench_tables import bench_table
 
     output = Output(args.json)
-    if check_writable("--picture", args.picture) is not None:
-        check_drawing()
+    picture = check_writable("--picture", args.picture)
+    if picture is not None:
+        check_picture(picture)
     figures = bench(args.measure, BenchOptions(rows=args.batch, repeat=args.repeat, target=args.target))
     output.show(bench_table(figures))
-    if args.picture is not None and "step" in figures:
-        plot_steps(figures["step"]["points"], Path(args.picture))  # type: ignore[arg-type]
+    if picture is not None and "step" in figures:
+        plot_steps(figures["step"]["points"], picture)  # type: ignore[arg-type]
     output.write_json(figures)
 
 

@@ -5,11 +5,11 @@ Knows where a configuration is found. Does not know what is in it.
 
 from __future__ import annotations
 
-import json
+import os
 from collections.abc import Mapping
 from importlib.resources import files
-from pathlib import Path
 
+from numba_kv.config.read import parse_json, show
 from numba_kv.errors import ConfigError
 
 __all__ = ["builtin_names", "find_config"]
@@ -31,10 +31,13 @@ def find_config(name: str) -> str | Mapping[str, object]:
     ConfigError
         If there is neither.
     """
-    if Path(name).exists():
+    if not name:
+        raise ConfigError(f"CONFIG: the name is empty; name a file or a built-in model ({', '.join(builtin_names())})")
+    if os.path.exists(name):  # pathlib's raises for names that no file can have
         return name
     if name in builtin_names():
         text = (files("numba_kv.replay") / "configs" / f"{name}.json").read_text(encoding="utf-8")
-        content: dict[str, object] = json.loads(text)
-        return content
-    raise ConfigError(f"CONFIG: {name!r} is neither a file nor a built-in model ({', '.join(builtin_names())})")
+        content = parse_json(text)
+        if isinstance(content, Mapping):
+            return content
+    raise ConfigError(f"CONFIG: {show(name)} is neither a file nor a built-in model ({', '.join(builtin_names())})")

@@ -9,11 +9,13 @@ from __future__ import annotations
 import io
 import json
 import os
+import stat
 import sys
 from pathlib import Path
 
 from rich.console import Console, RenderableType
 
+from numba_kv.config.read import show_path
 from numba_kv.errors import InputError
 
 __all__ = ["Output", "check_writable"]
@@ -38,16 +40,41 @@ def check_writable(option: str, name: str | None) -> Path | None:
     Raises
     ------
     InputError
-        If it is a folder, or its folder does not exist.
+        If the name is empty or too long, it is a folder, a device or write-protected, or its folder is or does not exist.
     """
     if name is None:
         return None
+    if not name:
+        raise InputError(f"{option}: the name is empty; name a file")
     path = Path(name)
-    if path.is_dir():
-        raise InputError(f"{option}: {name} is a folder; a file is wanted")
-    if not path.parent.is_dir():
-        raise InputError(f"{option}: the folder of {name} does not exist")
+    try:
+        _check_place(option, name, path)
+    except (OSError, ValueError) as error:
+        if isinstance(error, InputError):
+            raise
+        raise InputError(
+            f"{option}: {show_path(name)} cannot be written: {getattr(error, 'strerror', None) or error}"
+        ) from None
     return path
+
+
+def _check_place(option: str, name: str, path: Path) -> None:
+    try:
+        mode = path.stat().st_mode
+    except FileNotFoundError:
+        if not path.parent.is_dir():
+            raise InputError(f"{option}: the folder of {show_path(name)} does not exist") from None
+        path.touch(exist_ok=False)  # nothing else tells for sure that there can be a file
+        path.unlink()
+        return
+    if stat.S_ISDIR(mode):
+        raise InputError(f"{option}: {show_path(name)} is a folder; a file is wanted")
+    if name == os.devnull:
+        return
+    if not stat.S_ISREG(mode):
+        raise InputError(f"{option}: {show_path(name)} is a device or a pipe; a file is wanted")
+    with path.open("ab"):  # as it is, and not changed
+        pass
 
 
 class Output:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["MissingExtraError", "check_drawing", "write_picture", "write_report"]
+__all__ = ["MissingExtraError", "check_drawing", "check_picture", "write_picture", "write_report"]
 
 #: Share of a bound that the peak reaches at least where the bound is drawn as a line.
 _LEAST_SHARE = 0.2
@@ -52,6 +52,25 @@ def check_drawing() -> None:
         raise MissingExtraError(
             f"pictures need matplotlib ({error}); in a clone of numba_kv, install it with: pip install -e '.[viz]'"
         ) from None
+
+
+def check_picture(path: Path) -> None:
+    """Raise before the work, rather than after it, if no picture could be drawn, or not as what the name of `path` ends with.
+
+    Raises
+    ------
+    MissingExtraError
+        If matplotlib is absent.
+    InputError
+        If the file type is unknown.
+    """
+    check_drawing()
+    from matplotlib.figure import Figure
+
+    kinds = Figure().canvas.get_supported_filetypes()
+    kind = path.suffix[1:].lower()
+    if kind and kind not in kinds:
+        raise InputError(f"--picture: {path.name} ends with {kind!r}, which is none of {', '.join(sorted(kinds))}")
 
 
 def write_picture(path: Path, figures: ReplayFigures, history: PageHistory) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from rich.console import Group, RenderableType
 from rich.table import Table
 
-from numba_kv.plan import MemoryPlan
+from numba_kv.plan import PARTS, MemoryPlan
 from numba_kv.replay.figures import Latency, ReplayFigures
 from numba_kv.replay.sizes import format_bytes
 
@@ -68,7 +68,7 @@ def plan_json(plan: MemoryPlan, budget: Budget | None, name: str) -> dict[str, o
         ],
         "regions": [{"name": r.name, "shape": list(r.shape), "dtype": r.dtype, "nbytes": r.nbytes} for r in plan.regions],
         "pool_nbytes": plan.pool_nbytes,
-        "table_nbytes": plan.nbytes - plan.pool_nbytes,
+        "parts": plan.parts,
         "nbytes": plan.nbytes,
         "max_sequences": plan.max_sequences,
         "max_tokens": plan.max_tokens,
@@ -104,8 +104,9 @@ def plan_table(plan: MemoryPlan, budget: Budget | None, name: str, notes: Iterab
     sums.show_header = False
     label, value = sums.columns
     label.no_wrap, value.no_wrap = False, True  # where there is little room
-    sums.add_row("pools", format_bytes(plan.pool_nbytes))
-    sums.add_row("tables and step data", format_bytes(plan.nbytes - plan.pool_nbytes))
+    for part, words in PARTS.items():
+        if part in plan.parts:
+            sums.add_row(words, format_bytes(plan.parts[part]))
     sums.add_row("everything", f"{format_bytes(plan.nbytes)} ({plan.nbytes:,} B)")
     if budget:
         sums.add_row("left of the budget", format_bytes(budget.nbytes - plan.nbytes))

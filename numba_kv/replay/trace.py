@@ -15,7 +15,6 @@ The format is recognised by the first line that is not blank. Blank lines are sk
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
@@ -23,6 +22,7 @@ from datetime import datetime, timedelta, timezone
 from itertools import islice
 from pathlib import Path
 
+from numba_kv.config.read import check_regular, parse_json, show_path
 from numba_kv.errors import TraceError
 from numba_kv.geometry import INT32_MAX
 from numba_kv.replay.request import Request, Trace, TraceFormat
@@ -34,6 +34,8 @@ _MOONCAKE_KEYS = ("timestamp", "input_length", "output_length")
 _OWN_KEYS = ("arrival_s", "input_tokens", "output_tokens")
 _AZURE_TIME = re.compile(r"(\d{4}-\d\d-\d\d)[ T](\d\d:\d\d:\d\d)(?:\.(\d{1,9}))?(?:Z|\+00:00)?")
 _MOST_TIME = 10**15
+#: Characters of a line: a prompt of a million tokens lists its hash ids in a fraction of that.
+_MOST_CHARACTERS = 16 << 20
 _DIGITS = re.compile(r"-?[0-9]{1,18}")
 _EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
 
@@ -85,7 +87,7 @@ def _shown(value: object) -> str:
 
 def _json_object(line: _Line, text: str) -> dict[str, object]:
     try:
-        record = json.loads(text)
+        record = parse_json(text)
     except (ValueError, RecursionError) as error:
         raise line.plain_error(f"broken JSON ({str(error)[:100]}): {_shown(text)}") from None
     if not isinstance(record, dict):
@@ -158,15 +160,18 @@ def _recognise(line: _Line, text: str) -> tuple[TraceFormat, Callable[[_Line, st
 def _text_lines(path: Path) -> Iterator[tuple[_Line, str]]:
     number = 0
     try:
+        check_regular(path)
         with path.open(encoding="utf-8-sig") as file:
-            for number, raw in enumerate(file, 1):
+            for number, raw in enumerate(iter(lambda: file.readline(_MOST_CHARACTERS), ""), 1):
+                if len(raw) == _MOST_CHARACTERS:
+                    raise TraceError(f"{path}, line {number}: longer than {_MOST_CHARACTERS} characters; a line is a request")
                 text = raw.strip()
                 if text:
                     yield _Line(str(path), number), text
     except UnicodeDecodeError as error:
         raise TraceError(f"{path}, after line {number}: not UTF-8 text ({error.reason})") from None
     except OSError as error:
-        raise TraceError(f"trace {path} cannot be read: {error.strerror or error}") from None
+        raise TraceError(f"trace {show_path(path)} cannot be read: {error.strerror or error}") from None
 
 
 def _requests(lines: Iterable[tuple[_Line, str]], read: Callable[[_Line, str], Request]) -> Iterator[Request]:
@@ -190,6 +195,8 @@ def read_trace(path: str | Path, *, limit: int | None = None) -> Trace:
         Naming the file, the line, the field and the value: broken JSON, a missing field, a wrong type, a length below 1,
         a negative time; or if the file cannot be read, holds no request or has an unknown format.
     """
+    if not str(path):
+        raise TraceError("path: the name is empty; name a file")
     file = Path(path)
     if limit is not None and limit < 1:
         raise TraceError(f"limit: {limit} requests; at least 1 is wanted")

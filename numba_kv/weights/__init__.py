@@ -8,7 +8,7 @@ from numba_kv.config.rope_frequencies import keys_stay_valid
 from numba_kv.config.rope_layout import RopeLayout, engine_layouts
 from numba_kv.weights.binding import Shard, WeightBinding, WeightInput
 from numba_kv.weights.checkpoint import Checkpoint
-from numba_kv.weights.external import ExternalWeightManager, TensorTable
+from numba_kv.weights.external import ExternalWeightManager, TensorTable, arena_nbytes
 from numba_kv.weights.lora_manager import NO_ADAPTER_HASH, LoRAManager
 from numba_kv.weights.lora_slots import LoRAAdapter
 from numba_kv.weights.lora_targets import targets_from_config
@@ -42,6 +42,7 @@ __all__ = [
     "Checkpoint",
     "ExternalWeightManager",
     "TensorTable",
+    "arena_nbytes",
     "SafetensorsFile",
     "TensorEntry",
     "Progress",

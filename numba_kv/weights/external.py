@@ -23,7 +23,7 @@ from numba_kv.weights.upload import STAGING_NBYTES, Progress, Segment, Uploader
 if TYPE_CHECKING:
     from types import TracebackType
 
-__all__ = ["ExternalWeightManager", "TensorTable", "bindings_of", "layout"]
+__all__ = ["ExternalWeightManager", "TensorTable", "arena_nbytes", "bindings_of", "layout"]
 
 #: Every weight starts at a multiple of this.
 _ALIGNMENT = 256
@@ -255,6 +255,20 @@ def layout(bindings: Iterable[WeightBinding]) -> tuple[dict[str, int], int]:
         end = round_up(end + binding.nbytes, _ALIGNMENT)
     offsets.update({alias.name: offsets[alias.storage_alias_of] for alias in aliases})
     return offsets, end
+
+
+def arena_nbytes(*paths: str | os.PathLike[str]) -> int:
+    """Return the device bytes that `ExternalWeightManager.load` takes for the tensors of a checkpoint as they are.
+
+    Parameters
+    ----------
+    *paths : path
+        As `Checkpoint.open`, and its errors.
+
+    Cost: reads the headers alone.
+    """
+    with Checkpoint.open(*paths) as checkpoint:
+        return max(_ALIGNMENT, layout(bindings_of(checkpoint))[1])
 
 
 def bindings_of(

@@ -170,3 +170,22 @@ def test_a_device_that_cannot_be_made_current_leaves_the_batch_usable(batch: kv.
             in_a_thread(lambda: batch.admit(num_tokens=1))
     in_a_thread(lambda: batch.admit(num_tokens=1))
     batch.audit()
+
+
+@pytest.mark.parametrize("where", ["numba_kv.batch.batch.Stepper", "numba_kv.shared_resources.KVPageTable"])
+def test_too_little_host_memory_is_a_typed_error(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    def fail(*arguments: Any, **options: Any) -> None:
+        raise MemoryError("Unable to allocate 9 TiB")
+
+    with monkeypatch.context() as patch:
+        if "resources" in where:
+            patch.setattr(where, fail)
+            with pytest.raises(kv.CapacityError, match="host memory: .*9 TiB"):
+                kv.SharedResources.create_for_llm(tiny_config(None, 6))
+            return
+        with kv.SharedResources.create_for_llm(tiny_config(None, 6)) as resources:
+            patch.setattr(where, fail)
+            with pytest.raises(kv.CapacityError, match="host memory: .*9 TiB"):
+                kv.Batch(resources)
+            patch.undo()
+            kv.Batch(resources).audit()

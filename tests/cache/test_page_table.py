@@ -25,7 +25,20 @@ def make(device: Device) -> Iterator[Any]:
         yield make
 
 
+def test_a_table_needs_a_device() -> None:
+    with pytest.raises(InputError, match="device: NoneType is not a Device"):
+        KVPageTable(None, 1, 1, 1)  # type: ignore[arg-type]
+
+
 # -- mutators
+
+
+@pytest.mark.parametrize("ids", [{1: 2}, {1, 2}, b"\x01\x02", bytearray(2), {1: 2}.keys()])
+def test_ids_without_an_order_are_refused(make: Any, ids: Any) -> None:
+    table = make(1, 4, 8)
+    with pytest.raises(InputError, match="ids: .* for slot 0 is not a sequence of page ids"):
+        table.set_row(0, ids)
+    assert k(table, 0) == [-1] * 4
 
 
 @pytest.mark.parametrize("num_pages", [12, 17])

@@ -30,7 +30,7 @@ def test_a_lent_table_belongs_to_its_borrower(make: Any) -> None:
     table = make(2, 2, 4, name="window 512")
     table.set_identity()
     table.upload()
-    table.lend("Batch")
+    loan = table.lend("Batch")
     assert table.is_lent
     assert not table.is_identity
     assert (table.host_entries == -1).all()
@@ -49,25 +49,48 @@ def test_a_lent_table_belongs_to_its_borrower(make: Any) -> None:
             getattr(table, call)(*arguments)
     table.tensor.fill_from(np.arange(8, dtype=np.int32).reshape(2, 2, 2))  # the borrower's work
 
-    table.give_back()
+    table.give_back(loan)
     assert not table.is_lent
     assert (on_device(table) == -1).all()
     assert not table.upload()
     assert not table.upload_dirty()
     with pytest.raises(StateError, match="is not lent"):
-        table.give_back()
+        table.give_back(loan)
     table.set_row(1, [2])
     table.upload_dirty()
     assert counters(table) == (2, 2)
     assert np.array_equal(on_device(table), table.host_entries)
 
 
+def test_only_the_borrower_ends_a_loan(make: Any) -> None:
+    table = make(2, 2, 4, name="window 512")
+    mine = object()
+    assert table.lend("Batch", mine) is mine
+    assert table.is_lent_for(mine)
+    assert not table.is_lent_for(None)
+    for other in (None, object(), "Batch"):
+        with pytest.raises(StateError, match="window 512 is lent to Batch; pass what its lend"):
+            table.give_back(other)
+    with pytest.raises(StateError, match="close: window 512 is lent to Batch"):
+        table.close()
+    assert table.is_lent
+    table.give_back(mine)
+    first = table.lend("Batch")
+    table.give_back(first)
+    second = table.lend("another")
+    with pytest.raises(StateError, match="lent to another"):
+        table.give_back(first)
+    table.give_back(second)
+    assert not table.is_lent_for(None)
+    table.close()
+
+
 def test_a_table_lent_before_its_first_upload_comes_back_defined(make: Any) -> None:
     table = make(1, 2, 4)
     table.set_row(0, [1])
-    table.lend("Batch")
+    loan = table.lend("Batch")
     table.tensor.fill_from(np.full((1, 2, 2), 9, np.int32))
-    table.give_back()
+    table.give_back(loan)
     assert (on_device(table) == -1).all()
     assert not table.upload()
 
@@ -89,7 +112,7 @@ def test_closing_frees_everything_once(device: Device) -> None:
         "check_invariants": (),
         "row": (0,),
         "lend": ("Batch",),
-        "give_back": (),
+        "give_back": (None,),
         "gather_rows": (None, None, 0),
         "join": (),
     }
@@ -103,8 +126,8 @@ def test_closing_frees_everything_once(device: Device) -> None:
 def test_staging_is_taken_at_the_first_upload(device: Device) -> None:
     before = device.pinned.allocations
     table = KVPageTable(device, 2, 4, 8)
-    table.lend("Batch")
-    table.give_back()
+    loan = table.lend("Batch")
+    table.give_back(loan)
     assert device.pinned.allocations == before
     table.close()
 
@@ -142,9 +165,9 @@ def test_a_table_is_given_back_behind_its_borrower_s_work() -> None:
         table = make(2, 2, 4)
         table.set_identity()
         table.upload(uploading)
-        table.lend("Batch")
+        loan = table.lend("Batch")
         device.fill(table.tensor, 55, device.stream)
-        table.give_back(returning)
+        table.give_back(loan, returning)
         assert (table.tensor.to_host(returning) == -1).all()
         device.stream.synchronize()
         assert (table.tensor.numpy() == -1).all()
@@ -223,7 +246,7 @@ def test_a_stream_to_join_is_a_stream(make: Any) -> None:
         table.join("main")
     table.lend("Batch")
     table.join()  # a lent table too
-    table.close()
+    table.close(even_if_lent=True)
     with pytest.raises(StateError, match="page table is closed"):
         table.join()
 

@@ -181,7 +181,7 @@ class PageTableMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.owner is None)
     @rule()
     def lend(self) -> None:
-        self.table.lend("Batch")
+        self.loan = self.table.lend("Batch")
         self.owner = "Batch"
         self.model.pages.clear()
         self.model.sent, self.model.identity = None, False
@@ -190,7 +190,7 @@ class PageTableMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.owner is not None)
     @rule()
     def give_back(self) -> None:
-        self.table.give_back()
+        self.table.give_back(self.loan)
         self.owner = None
         self.model.sent = self.model.flat()
 
@@ -208,7 +208,7 @@ class PageTableMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         if hasattr(self, "table"):
-            self.table.close()
+            self.table.close(even_if_lent=True)
 
 
 TestPageTable = PageTableMachine.TestCase

@@ -28,7 +28,7 @@ CALLS: dict[str, Callable[[KVPageTable], Any]] = {
     "join": lambda t: t.join(),
     "gather_rows": lambda t: t.gather_rows(t.tensor, t.tensor, 0),
     "lend": lambda t: t.lend("Batch"),
-    "give_back": lambda t: t.give_back(),
+    "give_back": lambda t: t.give_back(None),
     "close": lambda t: t.close(),
 }
 
@@ -207,8 +207,9 @@ def test_every_call_works_from_a_fresh_thread(device: Device) -> None:
     slots, destination = in_a_thread(lambda: slots_on(device, [1, 0])), device.tensor((2, 2, 3), INT32)
     rows = in_a_thread(lambda: table.gather_rows(destination, slots, 2))
     assert np.array_equal(in_a_thread(rows.to_host), table.host_entries[[1, 0]])
-    in_a_thread(lambda: table.lend("Batch"))
-    in_a_thread(table.give_back)
+    loan = object()
+    in_a_thread(lambda: table.lend("Batch", loan))
+    in_a_thread(lambda: table.give_back(loan))
     assert (in_a_thread(table.tensor.to_host) == -1).all()
     in_a_thread(table.close)
     in_a_thread(other.close)

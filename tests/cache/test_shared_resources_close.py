@@ -130,3 +130,21 @@ def test_a_failed_allocation_gives_everything_back(monkeypatch: pytest.MonkeyPat
             assert failing.device.memory.current_bytes == 0
             break
     assert number > 20
+
+
+def test_a_table_that_somebody_else_borrowed_stays_theirs() -> None:
+    resources = create(SEVERAL)
+    table = resources.kv_page_tables[0]
+    loan = table.lend("me")
+    with pytest.raises(StateError, match="is lent to me"):
+        kv.Batch(resources)
+    assert table.is_lent_for(loan)
+    table.give_back(loan)
+    with kv.Batch(resources):
+        for call in (lambda: table.give_back(loan), table.close):
+            with pytest.raises(StateError, match="is lent to Batch"):
+                call()
+    assert not table.is_lent
+    table.lend("me")
+    resources.close()  # whoever still has a table then has lost it
+    assert resources.device.memory.current_bytes == 0

@@ -28,7 +28,7 @@ def made_tables(device: Device) -> Iterator[Callable[..., KVPageTable]]:
 
     yield build
     for table in made:
-        table.close()
+        table.close(even_if_lent=True)
 
 
 def k(table: KVPageTable, slot: int) -> list[int]:

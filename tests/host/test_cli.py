@@ -10,7 +10,9 @@ from array import array
 from pathlib import Path
 from typing import Any, NoReturn
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from numba_kv import cli
 from numba_kv.config import load_engine_config
@@ -231,6 +233,97 @@ def test_a_reader_that_goes_away_is_no_traceback() -> None:
     assert "BrokenPipe" not in error
 
 
+SHELL = [
+    ("plan gemma3_270m >&-", "stdout is closed"),
+    ("plan gemma3_270m --json - >&-", "stdout is closed"),
+    ("--version >&-", "stdout is closed"),
+    ("--help >&-", "stdout is closed"),
+    ("plan gemma3_270m >/dev/full", "stdout cannot be written: No space left"),
+    ("--version >/dev/full", "stdout cannot be written: No space left"),
+    ("--help >/dev/full", "stdout cannot be written: No space left"),
+]
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize(("arguments", "reason"), SHELL)
+def test_a_stdout_that_takes_nothing_is_one_line(arguments: str, reason: str, unbuffered: str) -> None:
+    command = f"{sys.executable} -m numba_kv.cli {arguments}"
+    environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+    done = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 1
+    assert done.stderr.count("\n") == 1
+    assert done.stderr.startswith(f"numba-kv: {reason}")
+
+
+@pytest.mark.parametrize("redirected", ["2>&-", "2>/dev/full"])
+def test_a_stderr_that_takes_nothing_leaves_the_exit_code(redirected: str) -> None:
+    command = f"{sys.executable} -m numba_kv.cli plan absent.json {redirected}"
+    assert subprocess.run(command, shell=True, cwd=ROOT, check=False).returncode == 2
+
+
+def test_what_is_no_file_is_not_read(capsys: pytest.CaptureFixture[str], tmp_path: Path, trace: str) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    for name in ("/dev/zero", str(pipe)):
+        assert "not a regular file" in refused(capsys, "plan", name)
+        assert "not a regular file" in refused(capsys, "replay", "gemma3_270m", name)
+    large = tmp_path / "large.json"
+    with large.open("wb") as file:
+        file.truncate((16 << 20) + 1)
+    assert "larger than 16 MiB" in refused(capsys, "plan", str(large))
+    assert "line 1: longer than" in refused(capsys, "replay", "gemma3_270m", str(large))
+
+
+def test_names_that_no_file_has(capsys: pytest.CaptureFixture[str]) -> None:
+    long = "1" * 300
+    for args, word in [
+        (["plan", long], "CONFIG: "),
+        (["replay", "gemma3_270m", long], "File name too long"),
+        (["replay", "gemma3_270m", f"generated:{long}"], "not an integer of at most 18 digits"),
+        (["replay", "gemma3_270m", "generated:\u0661"], "not an integer"),
+        (["plan", "gemma3_270m", "--json", long], "--json: "),
+        (["plan", ""], "CONFIG: the name is empty"),
+        (["replay", "gemma3_270m", ""], "TRACE: the name is empty"),
+        (["plan", "gemma3_270m", "--json", ""], "--json: the name is empty"),
+        (["demo", "--out", ""], "--out: the name is empty"),
+    ]:
+        line = refused(capsys, *args)
+        assert word in line
+        assert len(line) < 400
+
+
+def test_output_that_cannot_be_written_is_refused_before_the_work(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def work(*_: object, **__: object) -> NoReturn:
+        raise AssertionError("work began")
+
+    monkeypatch.setattr(commands, "load_engine_config", work)
+    monkeypatch.setattr(commands, "load_model", work)
+    for name in ("/dev/full", "/proc/figures.json", str(tmp_path), str(tmp_path / "absent" / "a.json")):
+        assert "--json: " in refused(capsys, "plan", "gemma3_270m", "--json", name)
+    (tmp_path / "kept.json").write_text("{}")
+    with pytest.raises(AssertionError, match="work began"):
+        cli.main(["plan", "gemma3_270m", "--json", str(tmp_path / "kept.json")])
+    with pytest.raises(AssertionError, match="work began"):
+        cli.main(["plan", "gemma3_270m", "--json", str(tmp_path / "new.json")])
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["{}"]
+
+
+def test_keys_that_are_given_twice_are_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "twice"
+    path.write_text(json.dumps(TINY)[:-1] + ', "head_dim": 16}')
+    assert "key 'head_dim' is given twice" in refused(capsys, "plan", str(path))
+    path.write_text('{"arrival_s": 0, "input_tokens": 1, "input_tokens": 2, "output_tokens": 1}\n')
+    assert "line 1: broken JSON (key 'input_tokens' is given twice" in refused(capsys, "replay", "gemma3_270m", str(path))
+
+
+def test_numbers_out_of_range_name_their_option(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "--capacity: 1 token" in refused(capsys, "replay", "gemma3_270m", "generated", "--capacity", "1")
+    assert "--chunk: 99999999999" in refused(capsys, "replay", "gemma3_270m", "generated", "--chunk", "99999999999")
+
+
 def test_a_terminal_without_unicode(config: str) -> None:
     command = [sys.executable, "-m", "numba_kv.cli", "inspect", config, "--tokens", "40", "--target", "cpu"]
     environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
@@ -268,7 +361,8 @@ def test_plan_json_on_stdout_stands_alone(capsys: pytest.CaptureFixture[str]) ->
     assert found["config"] == "gemma3_270m"
     assert [(g["window"], g["layers"], g["ring_pages"]) for g in found["groups"]] == [("full", 3, 0), ("sliding 512", 15, 33)]
     assert found["nbytes"] == sum(region["nbytes"] for region in found["regions"])
-    assert found["nbytes"] == found["pool_nbytes"] + found["table_nbytes"]
+    assert found["nbytes"] == sum(found["parts"].values())
+    assert found["parts"]["pools"] == found["pool_nbytes"]
     assert (found["max_sequences"], found["max_tokens"]) == (4, 8192)
     assert found["rows_in_budget"] > 4
 
@@ -425,8 +519,9 @@ def test_pictures_and_report(capsys: pytest.CaptureFixture[str], config: str, tr
     assert "data:image/png;base64," in text
     assert "sliding 24" in text
     assert "http" not in text.replace("data:image", "")
-    line = run(capsys, "replay", config, trace, "--picture", str(tmp_path / "pages.xyz"), "--target", "cpu")[2]
-    assert "pages.xyz cannot be written" in line
+    for command in (["replay", config, trace], ["bench", "copy"]):
+        line = refused(capsys, *command, "--picture", str(tmp_path / "pages.xyz"))
+        assert "--picture: pages.xyz ends with 'xyz', which is none of" in line
 
 
 def test_without_matplotlib(
@@ -557,3 +652,15 @@ def test_demo_into_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) ->
     pytest.importorskip("matplotlib", reason="the demo draws a picture")
     (tmp_path / "taken").write_text("")
     assert "--out" in refused(capsys, "demo", "--out", str(tmp_path / "taken"))
+
+
+def test_plan_counts_weights(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    save_file({"a": np.ones((4096, 1024), np.float16)}, tmp_path / "model.safetensors")
+    for path in (tmp_path, tmp_path / "model.safetensors"):
+        found = json.loads(run(capsys, "plan", "gemma3_270m", "--weights", str(path), "--json", "-")[1])
+        assert found["parts"]["external_weights"] == 8 << 20
+        assert found["nbytes"] == sum(found["parts"].values())
+    assert "external weights" in run(capsys, "plan", "gemma3_270m", "--weights", str(tmp_path))[1]
+    code, _, err = run(capsys, "plan", "gemma3_270m", "--weights", str(tmp_path / "absent"))
+    assert code == 2
+    assert "absent" in err

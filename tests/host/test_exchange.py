@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from numba_kv.device import Device, Tensor, create_device
+from numba_kv.device.dlpack import _DLTensor, to_capsule
 from numba_kv.dtypes import dtype
 from numba_kv.errors import InteropError, StateError
 
@@ -35,6 +38,13 @@ def host(device: Device) -> Device:
     if device.target == "cuda":
         pytest.skip("device memory cannot be a NumPy array")
     return device
+
+
+def record_of(capsule: object) -> _DLTensor:
+    pointer_of = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(
+        ("PyCapsule_GetPointer", ctypes.pythonapi)
+    )
+    return _DLTensor.from_address(pointer_of(capsule, b"dltensor"))
 
 
 def filled(device: Device, kind: str = "int32") -> tuple[Tensor, np.ndarray]:
@@ -91,23 +101,69 @@ def test_an_array_outlives_the_tensor_and_even_close(host: Device, exchange: obj
     assert (array == 5).all()
 
 
-def test_records_of_exported_tensors_are_dropped(device: Device) -> None:
-    from numba_kv.device.dlpack import _exported
+def owners() -> int:
+    from numba_kv.device.dlpack import _Owner
 
     gc.collect()
-    before = len(_exported)
+    return sum(isinstance(item, _Owner) for item in gc.get_objects())
+
+
+def test_records_of_exported_tensors_are_dropped(device: Device) -> None:
+    before = owners()
     tensor, _ = filled(device)
     capsule = tensor.__dlpack__(stream=-1 if device.target == "cuda" else None)
-    assert len(_exported) == before + 1
+    assert owners() == before + 1
     del capsule  # nobody took it
-    gc.collect()
-    assert len(_exported) == before
+    assert owners() == before
     if device.target != "cuda":
         arrays = [np.from_dlpack(tensor) for _ in range(3)]
-        assert len(_exported) == before + 3
+        assert owners() == before + 3
         del arrays
-        gc.collect()
-        assert len(_exported) == before
+        assert owners() == before
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "float8_e4m3"])
+def test_a_consumer_s_refusal_arrives_and_drops_the_record(host: Device, kind: str) -> None:
+    """A capsule that nobody took is freed while the consumer's exception is pending."""
+    before = owners()
+    tensor = host.tensor((2,), dtype(kind))
+    with pytest.raises((BufferError, RuntimeError), match="(?i)dtype|type") as refusal:
+        np.from_dlpack(tensor)
+    assert not isinstance(refusal.value, SystemError)
+    del refusal
+    assert owners() == before
+
+
+def test_an_array_is_let_go_of_under_a_pending_exception(host: Device) -> None:
+    before = owners()
+
+    def fail() -> None:
+        array = np.from_dlpack(host.tensor((4,), dtype("int32")))
+        raise ValueError(f"with {array.size} elements")
+
+    with pytest.raises(ValueError, match="with 4 elements"):
+        fail()
+    assert owners() == before
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_the_record_of_device_memory(host: Device, view: str) -> None:
+    """What a capsule of the `cuda` target says, without one: the address is stated and never read."""
+    tensor = host.tensor((4, 5), dtype("bfloat16"))[VIEWS[view]]
+    elsewhere = SimpleNamespace(
+        shape=tensor.shape,
+        strides=tensor.strides,
+        dtype=tensor.dtype,
+        address=0x7F0000000000,
+        device=SimpleNamespace(target="cuda", ordinal=3),
+    )
+    found = record_of(capsule := to_capsule(elsewhere))  # type: ignore[arg-type]
+    assert (found.data, found.byte_offset, found.ndim) == (0x7F0000000000, 0, tensor.ndim)
+    assert (found.device.kind, found.device.number) == (2, 3)
+    assert (found.dtype.code, found.dtype.bits, found.dtype.lanes) == (4, 16, 1)
+    assert tuple(found.shape[: found.ndim]) == tensor.shape
+    assert tensor.is_contiguous if not found.strides else tuple(found.strides[: found.ndim]) == tensor.strides
+    del capsule
 
 
 def test_an_array_that_lives_until_exit_does_no_harm() -> None:
@@ -134,15 +190,8 @@ def test_dlpack_says_where_the_tensor_is(device: Device) -> None:
 
 @pytest.mark.parametrize("kind", ["bfloat16", "float8_e4m3"])
 def test_types_that_numpy_lacks_travel_with_their_codes(device: Device, kind: str) -> None:
-    import ctypes
-
-    from numba_kv.device.dlpack import _Managed
-
-    pointer_of = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(
-        ("PyCapsule_GetPointer", ctypes.pythonapi)
-    )
     capsule = device.tensor((2,), dtype(kind)).__dlpack__()
-    found = _Managed.from_address(pointer_of(capsule, b"dltensor")).tensor.dtype
+    found = record_of(capsule).dtype
     assert (found.code, found.bits, found.lanes) == {"bfloat16": (4, 16, 1), "float8_e4m3": (10, 8, 1)}[kind]
 
 

@@ -56,5 +56,5 @@ def test_a_tensor_of_another_device_is_refused(device: Device) -> None:
     other = create_device()
     tensor = other.tensor((4,), as_tensor(device, np.zeros(1, np.int32), "x").dtype)
     assert as_tensor(other, tensor, "counts") is tensor
-    with pytest.raises(InteropError, match="counts: the tensor is on HostDevice"):
+    with pytest.raises(InteropError, match="counts: the tensor belongs to another SharedResources"):
         as_tensor(device, tensor, "counts")

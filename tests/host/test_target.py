@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 import numba_kv
@@ -173,7 +174,7 @@ def test_a_missing_driver_library_is_described(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(sys.modules["cuda.bindings.driver"], "cuInit", fail)
     problem = cuda_problem()
     assert problem is not None
-    assert problem.endswith("install the driver of the GPU")
+    assert "install the driver of the GPU (libcuda.so.1: " in problem
 
 
 @pytest.mark.usefixtures("fresh")
@@ -208,3 +209,25 @@ def test_host_targets_have_one_device() -> None:
 def test_a_gpu_that_is_not_there_is_refused() -> None:
     with pytest.raises(InputError, match="device: 4096 is not one of the"):
         create_device("cuda", 4096)
+
+
+@pytest.mark.parametrize("name", [np.array([1, 1]), 5, ["cpu"], b"cpu"])
+def test_a_target_is_a_name(name: object) -> None:
+    with pytest.raises(TargetError, match="is not one of cuda, cpu, sim"):
+        resolve_target(name)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["'cpu'", "None"])
+def test_the_cpu_target_needs_numba_s_compiler(name: str) -> None:
+    code = (
+        "from numba_kv.device.target import cuda_problem, resolve_target\n"
+        "from numba_kv.errors import TargetError\n"
+        "try:\n"
+        f"    print(resolve_target({name}))\n"
+        "except TargetError as error:\n"
+        "    print(error)\n"
+    )
+    environment = {**os.environ, "NUMBA_DISABLE_JIT": "1", "NUMBA_ENABLE_CUDASIM": "0"}
+    environment.pop("NUMBA_KV_TARGET", None)
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert "'cpu' cannot work while NUMBA_DISABLE_JIT is set" in done.stdout or (name == "None" and done.stdout == "cuda\n")

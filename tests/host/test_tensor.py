@@ -10,7 +10,7 @@ from hypothesis import given, strategies as st
 
 from numba_kv.device import Device, Tensor, create_device
 from numba_kv.dtypes import dtype
-from numba_kv.errors import InputError, ShapeError
+from numba_kv.errors import InputError, InteropError, ShapeError
 
 SHAPE = (4, 3, 5)
 
@@ -194,7 +194,7 @@ def test_a_tensor_must_lie_inside_its_memory(
 
 
 def test_negative_extents_are_refused(device: Device) -> None:
-    with pytest.raises(ShapeError, match="negative extent"):
+    with pytest.raises(ShapeError, match="is not a tuple of extents"):
         device.tensor((2, -1), dtype("int32"))
 
 
@@ -205,3 +205,24 @@ def test_a_view_keeps_the_memory_alive(device: Device) -> None:
     gc.collect()
     device.tensor(SHAPE, dtype("int32"))
     assert np.array_equal(view.to_host(), values[2, ::-1])
+
+
+def test_arguments_of_other_types_are_refused() -> None:
+    device = create_device("cpu")
+    tensor = device.tensor((2, np.int64(3)), dtype("int32"))  # type: ignore[arg-type]
+    assert tensor.shape == (2, 3)
+    for shape in ((1.0,), (None,), (True,), ("2",), 5, None):
+        with pytest.raises(ShapeError, match="shape: .* is not a tuple of extents"):
+            device.tensor(shape, dtype("int32"))  # type: ignore[arg-type]
+    for value in (1.5, None, "a"):
+        with pytest.raises(InputError, match="fill: value: .* is not an integer"):
+            device.fill(tensor, value, device.stream)  # type: ignore[arg-type]
+    for values in ([[1, 2, 3], [4, 5, 6]], None, 7):
+        with pytest.raises(ShapeError, match="values: .* given, an array of int32"):
+            tensor.fill_from(values)  # type: ignore[arg-type]
+    for place in (5, 1.5):
+        with pytest.raises(InteropError, match="dl_device: .* is not a pair"):
+            tensor.__dlpack__(dl_device=place)
+    for call in (lambda: tensor.__dlpack__(stream="x"), lambda: tensor.to_host("x")):  # type: ignore[arg-type]
+        with pytest.raises(InputError, match="stream: 'x' cannot be used"):
+            call()

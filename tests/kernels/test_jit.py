@@ -204,7 +204,7 @@ def test_a_refused_launch_changes_nothing(device: Device, scalars: dict[str, int
 
 
 def test_negative_items_are_refused(device: Device) -> None:
-    with pytest.raises(InputError, match="kernel store: -1 items"):
+    with pytest.raises(InputError, match="kernel store: items: -1 is not"):
         bound(device)(-1, device.stream)
 
 
@@ -212,6 +212,29 @@ def test_negative_items_are_refused(device: Device) -> None:
 def test_impossible_block_sizes_are_refused(device: Device, number: int) -> None:
     with pytest.raises(InputError, match=f"threads: {number} is not in 1..1024"):
         store.bind(device, {"to": device.tensor((3,), dtype("int64")), "value": 1}, threads=number)
+
+
+@pytest.mark.parametrize("items", [1.5, True, "a", None, 2**70, -(2**70)])
+def test_what_is_no_number_of_items_is_refused(device: Device, items: object) -> None:
+    to = device.tensor((1,), dtype("int64"))
+    launch = store.bind(device, {"to": to, "value": 1})
+    with pytest.raises(InputError, match="kernel store: items: .* is not an integer in"):
+        launch(items, device.stream)  # type: ignore[arg-type]
+    launch(np.int64(1), device.stream)  # type: ignore[arg-type]
+    assert to.to_host().tolist() == [1]
+
+
+def test_what_cannot_be_bound_is_refused(device: Device) -> None:
+    values = {"to": device.tensor((1,), dtype("int64")), "value": 1}
+    for threads in (1.5, True, "a", 2**70):
+        with pytest.raises(InputError, match="threads: .* is not in 1..1024"):
+            store.bind(device, values, threads=threads)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="values: NoneType is not a mapping"):
+        store.bind(device, None)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="device: NoneType is not a Device"):
+        store.bind(None, values)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="unknown"):
+        store.bind(device, {**values, 1: 2, "a": 3})  # type: ignore[dict-item]
 
 
 def test_declarations_must_match_the_function() -> None:

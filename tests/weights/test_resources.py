@@ -7,8 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 import numba_kv as kv
+from numba_kv.weights import arena_nbytes
 from tests.helpers.lora_files import pairs, peft, save_peft
 from tests.helpers.models import tiny_config
 from tests.helpers.ropes import plain, rope
@@ -76,3 +78,31 @@ def test_external_weights_are_loaded_on_request(tmp_path: Path) -> None:
         for name, expected in values.items():
             assert np.array_equal(weights.tensors[name].to_host(), expected)
     assert resources.device.memory.current_bytes == 0
+
+
+def test_the_plan_keeps_room_for_external_weights(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    save_file({"a": np.ones((3, 5), np.float16), "b": np.ones(1000, np.float32)}, path)
+    nbytes = arena_nbytes(path)
+    assert nbytes == 256 + 4096
+    without = config()
+    engine = replace(without, external_weights_nbytes=nbytes)
+    plan = kv.plan_memory(engine)
+    assert plan.parts["external_weights"] == plan.region("external_weights").nbytes == nbytes
+    assert plan.nbytes == kv.plan_memory(without).nbytes + nbytes
+    with kv.SharedResources.create_for_llm(engine) as resources:
+        assert resources.device.memory.current_bytes == plan.nbytes - nbytes  # weights come later
+        resources.external_weight_manager.load(path)
+        assert resources.device.memory.current_bytes == plan.nbytes
+
+
+def test_external_weights_take_pages_from_a_budget() -> None:
+    engine = config()
+    budget = kv.plan_memory(engine).nbytes
+    page = kv.plan_memory(engine).groups[0].page_nbytes
+    fewer = kv.plan_memory(replace(engine, external_weights_nbytes=3 * page), budget)
+    assert fewer.groups[0].usable_pages <= kv.plan_memory(engine, budget).groups[0].usable_pages - 3
+    with pytest.raises(kv.PlanError, match=f"external weights {1 << 40}"):
+        kv.plan_memory(replace(engine, external_weights_nbytes=1 << 40), budget)
+    with pytest.raises(kv.ConfigError, match="external_weights_nbytes: -1"):
+        replace(engine, external_weights_nbytes=-1)
