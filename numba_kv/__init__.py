@@ -12,7 +12,7 @@ TYPE_CHECKING = False
 _MODULES = {
     "numba_kv.batch": ("AuditReport", "Batch", "CapturedStep", "Sequence", "StepView"),
     "numba_kv.bindings": ("TensorMap", "bind"),
-    "numba_kv.cache": ("HybridCacheManager", "KVCacheManager", "KVPageTable"),
+    "numba_kv.cache": ("HybridCacheManager", "KVCacheManager", "KVIO", "KVPageTable"),
     "numba_kv.config": ("AttentionLayer", "LLMEngineConfig", "LoRATarget", "RopeConfig", "load_engine_config"),
     "numba_kv.device": ("Stream", "Tensor", "target"),
     "numba_kv.dtypes": ("DType", "dtype"),
@@ -83,6 +83,7 @@ if TYPE_CHECKING:  # the same table for type checkers and editors; a test compar
     )
     from numba_kv.bindings import TensorMap as TensorMap, bind as bind
     from numba_kv.cache import (
+        KVIO as KVIO,
         HybridCacheManager as HybridCacheManager,
         KVCacheManager as KVCacheManager,
         KVPageTable as KVPageTable,

@@ -1,0 +1,122 @@
+"""PageCopies: pages to pages of the same pools."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import index
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from numba_kv.cache.kv_operands import flat
+from numba_kv.device import Staging, Tensor
+from numba_kv.dtypes import dtype
+from numba_kv.errors import InputError
+from numba_kv.geometry import RESERVED_PAGES, ceil_div
+from numba_kv.kernels.kv_copy import copy_page_bytes, copy_page_words
+
+if TYPE_CHECKING:
+    from numba_kv.cache.kv_cache import KVCacheManager
+    from numba_kv.device import Device
+    from numba_kv.kernels.jit import Launch
+    from numba_kv.plan import GroupPlan, SlabPlan
+
+__all__ = ["PageCopies"]
+
+#: Pairs of one launch.
+MAX_PAIRS = 1024
+#: Bytes of a page that one block copies.
+PART_NBYTES = 1 << 15
+_WORD = 8
+
+
+class PageCopies:
+    """Copies pages of the groups of one model. Owns the list of pairs, made on first use."""
+
+    def __init__(self, device: Device, pools: KVCacheManager) -> None:
+        self._device = device
+        self._pools = pools
+        self._list: tuple[Staging, Tensor] | None = None
+        self._launches: dict[int, list[tuple[Launch, int]]] = {}
+
+    def copy(self, group: int, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy ``pairs`` of (source, target) pages of a group in all its layers; see `KVIO.copy_pages`."""
+        groups = self._pools.plan.groups
+        try:
+            plan = groups[index(group)] if index(group) >= 0 else None
+        except (TypeError, IndexError):
+            plan = None
+        if plan is None:
+            raise InputError(f"group: {group!r} is not one of the {len(groups)} groups")
+        checked = _checked(pairs, plan)
+        if not plan.slabs or not checked:
+            return
+        self._pools.kv(plan.slabs[0].layers[0])  # raises if the pools are gone
+        if self._list is None:
+            self._list = Staging(self._device, 2 * MAX_PAIRS), self._device.tensor((MAX_PAIRS, 2), dtype("int32"))
+        staging, on_device = self._list
+        if plan.index not in self._launches:
+            self._launches[plan.index] = [self._bind(plan, slab, on_device) for slab in plan.slabs]
+        for first in range(0, len(checked), MAX_PAIRS):
+            part = checked[first : first + MAX_PAIRS]
+            staging.acquire()[: 2 * len(part)] = np.array(part, np.int32).reshape(-1)
+            staging.send([(0, 2 * len(part), on_device, 0)], self._device.stream)
+            for launch, items in self._launches[plan.index]:
+                launch(items * len(part), self._device.stream)
+
+    def close(self) -> None:
+        """Forget the launches and give the list back. Stream: waits for copies in flight."""
+        self._launches.clear()
+        if self._list is not None:
+            staging, on_device = self._list
+            staging.close()
+            on_device._memory.close(self._device.stream)
+
+    def _bind(self, group: GroupPlan, slab: SlabPlan, pairs: Tensor) -> tuple[Launch, int]:
+        """Return the launch over a slab and its items for each pair."""
+        pool = self._pools.kv(slab.layers[0])
+        itemsize = pool.dtype.itemsize
+        page = group.page_tokens * slab.num_kv_heads * slab.head_dim * itemsize
+        half = group.num_pages * page
+        memory = pool._memory
+        at = pool.address - memory.address
+        whole = Tensor(memory, self._device, dtype("uint8"), (slab.nbytes,), offset_nbytes=at)
+        unit = 1 if page % _WORD else _WORD
+        parts = ceil_div(page, PART_NBYTES)
+        launch = (copy_page_bytes if unit == 1 else copy_page_words).bind(
+            self._device,
+            {
+                "slab": flat(whole, unit),
+                "pairs": pairs,
+                "layers": len(slab.layers),
+                "halves": slab.shape[1],
+                "parts": parts,
+                "part_size": PART_NBYTES // unit,
+                "page_size": page // unit,
+                "layer_stride": slab.layer_nbytes // unit,
+                "half_stride": half // unit,
+                "num_pages": group.num_pages,
+                "num_targets": group.num_pages - RESERVED_PAGES,
+            },
+        )
+        return launch, len(slab.layers) * slab.shape[1] * parts
+
+
+def _checked(pairs: Sequence[tuple[int, int]], group: GroupPlan) -> list[tuple[int, int]]:
+    try:
+        found = [(index(source), index(target)) for source, target in pairs]
+    except (TypeError, ValueError):
+        raise InputError("pairs: (source, target) pairs of page ids are wanted") from None
+    usable = group.num_pages - RESERVED_PAGES
+    for source, target in found:
+        if not 0 <= source <= usable:
+            raise InputError(f"pairs: source {source} is not in 0..{usable} (the null page) of group {group.index}")
+        if not 0 <= target < usable:
+            raise InputError(f"pairs: target {target} is not in 0..{usable - 1} of group {group.index}")
+    targets = {target for _, target in found}
+    if len(targets) != len(found):
+        raise InputError("pairs: a page is a target twice")
+    both = targets & {source for source, _ in found}
+    if both:
+        raise InputError(f"pairs: page {min(both)} is both source and target; copy in two calls")
+    return found

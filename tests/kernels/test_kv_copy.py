@@ -1,0 +1,55 @@
+"""Page copies against NumPy: whole words and odd bytes, padded layers, parts, pairs that name no page."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from numba_kv.device import Device, create_device
+from numba_kv.dtypes import dtype
+from numba_kv.kernels.kv_copy import copy_page_bytes, copy_page_words
+from tests.helpers.kv_pools import Guarded
+
+
+@pytest.fixture(scope="module")
+def device() -> Device:
+    return create_device()
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize("halves", [1, 2])
+@pytest.mark.parametrize("unit", [8, 1])
+def test_pages_are_copied_in_every_layer_and_half(device: Device, unit: int, halves: int, parts: int) -> None:
+    layers, pages, page, padding = 3, 7, 5, 2
+    layer = halves * pages * page + padding
+    kind = "uint64" if unit == 8 else "uint8"
+    slab = Guarded(device, (layers * layer,), kind)
+    before = np.random.default_rng(0).integers(0, 256, layers * layer * unit, np.uint8).view(kind)
+    slab.fill(before)
+    outside = [(-1, 0), (pages, 0), (0, pages - 2), (0, -1), (2**31 - 1, 0), (0, 2**31 - 1)]
+    pairs = np.array([(0, 3), outside[0], (0, 1), *outside[1:], (pages - 2, 4)], np.int32)
+    on_device = device.tensor(pairs.shape, dtype("int32"))
+    on_device.fill_from(pairs)
+    kernel = copy_page_words if unit == 8 else copy_page_bytes
+    launch = kernel.bind(
+        device,
+        {
+            "slab": slab.tensor,
+            "pairs": on_device,
+            "layers": layers,
+            "halves": halves,
+            "parts": parts,
+            "part_size": -(-page // parts),
+            "page_size": page,
+            "layer_stride": layer,
+            "half_stride": pages * page,
+            "num_pages": pages - 1,
+            "num_targets": pages - 2,
+        },
+    )
+    launch(len(pairs) * layers * halves * parts, device.stream)
+    expected = before.copy()
+    view = expected.reshape(layers, layer)[:, : layer - padding].reshape(layers, halves, pages, page)
+    for source, target in ((0, 3), (0, 1), (pages - 2, 4)):
+        view[:, :, target] = view[:, :, source]
+    assert np.array_equal(slab.values(), expected)
