@@ -103,7 +103,7 @@ def _cubin(kernel: Kernel, compute_capability: tuple[int, int]) -> tuple[bytes, 
     key = f"cuda-{build_key()}-sm{compute_capability[0]}{compute_capability[1]}"
     name = product_name(kernel)
     cubin, entry = read_product(key, f"{name}.cubin"), read_product(key, f"{name}.entry")
-    if cubin and entry:
+    if cubin and entry and entry in cubin:  # processes write in turns, and each names its entry itself
         return cubin, entry.decode()
     ptx = compile_ptx(kernel, compute_capability)
     cubin, _ = ptx_to_cubin(ptx, compute_capability)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from numba_kv.device import Device, Event, Memory
+    from numba_kv.device import Device, Event, Memory, Stream
 
 __all__ = ["Block", "Blocks", "host_bytes"]
 
@@ -68,13 +68,13 @@ class Blocks:
         self._blocks = [Block(array[i * self._nbytes : (i + 1) * self._nbytes]) for i in range(wanted)]
 
     @contextmanager
-    def idle(self, reader: int) -> Iterator[Block]:
-        """Lend the reader's block whose turn it is, once its last copy has run; record an event when it is given back."""
+    def idle(self, reader: int, stream: Stream) -> Iterator[Block]:
+        """Lend the reader's block whose turn it is, once its last copy has run; an event on `stream` follows its use."""
         mine = self._of(reader)
         block = mine[self._turns[reader] % len(mine)]
         block.wait()
         yield block
-        block.event = self._device.stream.record()
+        block.event = stream.record()
         self._turns[reader] += 1
 
     def native(self, reader: int) -> tuple[list[int], list[int]]:

@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Protocol
 
 from numba_kv.device import Device, Memory, Tensor
+from numba_kv.device.graph import is_capturing
 from numba_kv.errors import StateError, WeightError
 from numba_kv.geometry import round_up
 from numba_kv.weights.binding import WeightBinding, WeightInput, check_bindings
@@ -151,6 +152,8 @@ class ExternalWeightManager:
         Stream: enqueues on the device's stream and waits. Cost: one allocation, one copy a staging block.
         """
         self._want("constructed")
+        if is_capturing(self._device.stream):
+            raise StateError("external weights: the stream is being captured; load them before")
         with ExitStack() as undo, Checkpoint.open(*paths, check_total_size=check_total_size) as checkpoint:
             found = bindings_of(checkpoint, tied, required) if bindings is None else check_bindings(bindings)
             if inputs is not None:

@@ -60,7 +60,7 @@ class RopeCache:
         self._device = device
         self._take = take
         self._tables: dict[tuple[RopeConfig, int, int], RopeTable] = {}
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._nbytes = self._built = self._found = 0
         self._closed = False
 
@@ -112,8 +112,9 @@ class RopeCache:
             raise StateError(f"rope table of {layout.length} positions: not built yet; request it once before the capture")
         with self._device.active():
             memory = self._take("rope", layout.nbytes)
+            table = RopeTable(self._device, layout, memory, rotations)
             self._nbytes += layout.nbytes
-            return RopeTable(self._device, layout, memory, rotations)
+            return table
 
     def for_engine(self, config: LLMEngineConfig, *, mrope_rows: int | None = None) -> tuple[RopeTable, ...]:
         """Return the tables of an engine: one for each of its ropes, as long as its capacity.

@@ -28,7 +28,7 @@ from numba_kv.weights.windows import GRAIN, Fill, Segment, Windows
 if TYPE_CHECKING:
     from types import TracebackType
 
-    from numba_kv.device import Device, Memory
+    from numba_kv.device import Device, Memory, Stream
     from numba_kv.kernels.pump import Pump, PumpJob
 
 __all__ = ["BLOCK_NBYTES", "STAGING_NBYTES", "Fill", "Progress", "Segment", "Uploader"]
@@ -49,9 +49,10 @@ Progress = Callable[[int, int], None]
 class _Run:
     """One upload: what is left of it, and whether to go on."""
 
-    def __init__(self, windows: Windows, destination: Memory, num_readers: int) -> None:
+    def __init__(self, windows: Windows, destination: Memory, num_readers: int, stream: Stream) -> None:
         self.windows = windows
         self.destination = destination
+        self.stream = stream  # a hand-over meanwhile must not part a copy from its event
         self.num_readers = min(num_readers, len(windows.ranges))
         self.left = iter(windows.ranges)  # taking the next one of a list is atomic
         self.done = [0] * self.num_readers  # bytes of each reader
@@ -157,7 +158,7 @@ class Uploader:
         report = progress or _silent
         report(0, total)
         if total:
-            self._run(_Run(windows, destination, self._num_readers), lambda done: report(done, total))
+            self._run(_Run(windows, destination, self._num_readers, self._device.stream), lambda done: report(done, total))
             report(total, total)
 
     def _run(self, run: _Run, report: Callable[[int], None]) -> None:
@@ -165,7 +166,7 @@ class Uploader:
             self._threads = ThreadPoolExecutor(self._num_readers, "numba_kv-weights")
         device, before = self._device, self._device.bytes_to_device
         if self._direct:
-            device.stream.synchronize()  # nothing earlier may still write there
+            run.stream.synchronize()  # nothing earlier may still write there
         if self._compiled:
             self._plan_pump(run)
         if not self._direct:
@@ -178,6 +179,7 @@ class Uploader:
             wait(readers)
             device.bytes_to_device = before + run.done_nbytes  # readers that counted at the same time may have lost some
             self._blocks.drain()
+            readers.clear()  # see `_watch`
 
     def _plan_pump(self, run: _Run) -> None:
         """Split the windows into those that are bytes of files alone, for the compiled loop, and the rest."""
@@ -198,7 +200,7 @@ class Uploader:
             window_nbytes=self._block_nbytes,
             total_nbytes=windows.nbytes,
             destination=run.destination.address,
-            stream=self._device.stream.handle,
+            stream=run.stream.handle,
             num_readers=run.num_readers,
         )
 
@@ -223,10 +225,10 @@ class Uploader:
         if self._direct:
             run.windows.fill(host_bytes(run.destination)[begin:end], begin)
         else:
-            with self._blocks.idle(reader) as block:
+            with self._blocks.idle(reader, run.stream) as block:
                 run.windows.fill(block.bytes[: end - begin], begin)
                 address = run.destination.address + begin
-                self._device.copy_to_device(address, block.address, end - begin, self._device.stream)
+                self._device.copy_to_device(address, block.address, end - begin, run.stream)
         run.done[reader] += end - begin
 
     def close(self) -> None:
@@ -247,10 +249,15 @@ class Uploader:
 def _watch(readers: Sequence[Future[None]], report: Callable[[], None]) -> None:
     """Wait for the readers, reporting now and then; raise what the first one that failed raised."""
     left: set[Future[None]] = set(readers)
+    future: Future[None] | None = None
     while True:
         finished, left = wait(left, _REPORT_EVERY, FIRST_EXCEPTION)
-        for future in finished:
-            future.result()
+        try:
+            for future in finished:
+                future.result()
+        finally:  # an error holds this frame: without the futures, which hold the error, no cycle keeps files and blocks
+            future = None
+            finished.clear()
         if not left:
             return
         report()

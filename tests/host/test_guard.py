@@ -46,6 +46,25 @@ def test_the_device_is_current_inside_and_not_after(device: CountingDevice) -> N
     assert device.depth == 0
 
 
+def test_a_call_inside_a_call_gives_the_device_back_once_each(device: CountingDevice) -> None:
+    guard = CallGuard(device, "thing", poisons=False)
+    with guard:
+        with guard:
+            assert device.depth == 2
+        assert device.depth == 1
+    assert device.depth == 0
+
+    def enter() -> bool:  # as a GPU: nothing to do where it is current already
+        is_new = device.depth == 0
+        device.depth += is_new
+        return is_new
+
+    device.enter = enter  # type: ignore[method-assign]
+    with guard, guard:
+        assert device.depth == 1
+    assert device.depth == 0
+
+
 def test_calls_of_the_host_leave_the_device_alone(device: CountingDevice) -> None:
     guard = CallGuard(device, "thing")
     with guard.host, pytest.raises(StateError, match="thing is in use by another thread"):

@@ -133,3 +133,25 @@ def test_a_damaged_product_is_not_read(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert build_cache.read_product("key", "a.cubin") is None
     build_cache.write_product("key", "a.cubin", content)
     assert build_cache.read_product("key", "a.cubin") == content
+
+
+@pytest.mark.parametrize(("entry", "served"), [(b"count_2", b"new"), (b"count_1", b"old count_1")])
+def test_machine_code_without_the_entry_that_is_stored_is_compiled_anew(
+    monkeypatch: pytest.MonkeyPatch, entry: bytes, served: bytes
+) -> None:
+    """Two processes that compile at once may each have stored one of the two products."""
+    from numba_kv.kernels import on_cuda
+    from numba_kv.kernels.lora_slots import switch_adapter
+
+    stored = {".cubin": b"old count_1", ".entry": entry}
+    monkeypatch.setattr(on_cuda, "build_key", lambda: "key")
+    monkeypatch.setattr(on_cuda, "product_name", lambda kernel: "count")
+    monkeypatch.setattr(on_cuda, "read_product", lambda key, name: stored[name.removeprefix("count")])
+    write = stored.__setitem__
+    monkeypatch.setattr(on_cuda, "write_product", lambda key, name, content: write(name.removeprefix("count"), content))
+    monkeypatch.setattr(on_cuda, "compile_ptx", lambda kernel, capability: "ptx")
+    monkeypatch.setattr(on_cuda, "ptx_to_cubin", lambda ptx, capability: (b"new", ""))
+    monkeypatch.setattr(on_cuda, "entry_name", lambda ptx: "count_3")
+    cubin, name = on_cuda._cubin(switch_adapter, (9, 0))
+    assert cubin == stored[".cubin"] == served
+    assert name.encode() == stored[".entry"] == (b"count_3" if served == b"new" else b"count_1")

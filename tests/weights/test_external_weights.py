@@ -546,6 +546,7 @@ def test_a_wrong_file_is_refused_and_the_next_one_loads(
 ) -> None:
     good = write(tmp_path / "good.safetensors", {"good": np.ones(3, np.float32)})
     (tmp_path / "wrong.safetensors").write_bytes(data)
+    gc.collect()  # what earlier tests left
     before = len(os.listdir("/proc/self/fd")) if sys.platform == "linux" else 0
     with pytest.raises(WeightError, match=f"(?s)wrong.safetensors.*(?:{says})"):
         manager.load(good, tmp_path / "wrong.safetensors")

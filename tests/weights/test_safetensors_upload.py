@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import threading
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -108,6 +110,40 @@ def test_reading_runs_ahead_of_copying() -> None:
     with Uploader(device, staging_nbytes=4096, block_nbytes=1024, num_readers=1, direct=False) as uploader:
         uploader.upload([Segment(begin=0, nbytes=8192, fill=fill)], device.allocate(8192))
     assert begun[1] == (1024, 0)  # the second window was read while the copy of the first had not run
+
+
+def test_another_stream_in_the_middle_parts_no_copy_from_its_event() -> None:
+    device = LateDevice()
+    first = device.stream
+
+    def fill(out: np.ndarray, at: int) -> None:
+        device.stream = first if at % 2048 else device.as_stream(None)  # as a hand-over in another thread does
+        out[:] = at // 1024
+
+    memory = device.allocate(8192)
+    with Uploader(device, staging_nbytes=2048, block_nbytes=1024, num_readers=1, direct=False) as uploader:
+        uploader.upload([Segment(begin=0, nbytes=8192, fill=fill)], memory)
+    assert memory.array is not None
+    assert np.array_equal(memory.array, np.repeat(np.arange(8, dtype=np.uint8), 1024))
+
+
+def test_a_failed_upload_keeps_nothing_of_its_source() -> None:
+    class Source:
+        def fill(self, out: np.ndarray, at: int) -> None:
+            raise WeightError("the disk is gone")
+
+    device, source = HostDevice("cpu"), Source()
+    gone = weakref.ref(source)
+    gc.collect()
+    gc.disable()
+    try:
+        with Uploader(device, block_nbytes=1024, num_readers=2, direct=False) as uploader:
+            with pytest.raises(WeightError):
+                uploader.upload([Segment(begin=0, nbytes=4096, fill=source.fill)], device.allocate(4096))
+            del source
+            assert gone() is None  # no cycle of an error and its traceback
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("direct", [True, False])
