@@ -158,7 +158,7 @@ class GroupPlan:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Every byte of device memory that `SharedResources` will take; weights when they are loaded, the rest at once.
+    """Every byte of device memory that `SharedResources` will take: weights, as announced, when they are loaded, the rest now.
 
     Attributes
     ----------

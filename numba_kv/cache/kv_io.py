@@ -12,19 +12,20 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from numba_kv.cache.kv_operands import RowLaunch, bind_rows, dense
+from numba_kv.cache.hybrid import HybridCacheManager
+from numba_kv.cache.kv_operands import RowLaunch, bind_rows, check_aligned, dense, unowned
 from numba_kv.cache.kv_pages import PageCopies
 from numba_kv.cache.kv_scales import KVScales
 from numba_kv.device import Tensor
 from numba_kv.device.guard import CallGuard
 from numba_kv.device.interop import as_tensor
+from numba_kv.device.unique import Unique
 from numba_kv.dtypes import dtype
 from numba_kv.errors import InputError, InteropError, ShapeError
 from numba_kv.geometry import RESERVED_PAGES
 from numba_kv.kernels.kv_read import find_slots
 
 if TYPE_CHECKING:
-    from numba_kv.cache.hybrid import HybridCacheManager
     from numba_kv.device import Stream
 
 __all__ = ["KVIO"]
@@ -44,7 +45,7 @@ class _Step(Protocol):
         """Slots of each group: int64 [T]."""
 
 
-class KVIO:
+class KVIO(Unique):
     """Writes, reads and copies K and V of one model. Borrows its pools and tables.
 
     Arrays of K and V are ``[T, H, D]``, or ``[B, n, H, D]`` whose rows follow each other: tensors, or arrays of other libraries
@@ -60,6 +61,8 @@ class KVIO:
 
     Raises
     ------
+    InputError
+        If `caches` is something else.
     StateError
         From every call after `close`, or after the resources were closed.
 
@@ -68,6 +71,9 @@ class KVIO:
     """
 
     def __init__(self, caches: HybridCacheManager) -> None:
+        if not isinstance(caches, HybridCacheManager):
+            raise InputError(f"caches: {type(caches).__name__} is no HybridCacheManager; pass resources.cache_managers[0]")
+        caches.kv(0)  # raises if the pools are gone
         self._caches = caches
         self._device = device = caches.device
         self._guard = CallGuard(device, "KVIO", poisons=False)
@@ -123,8 +129,12 @@ class KVIO:
             If a float8 pool has no scales.
         """
         with self._guard:
-            slots = view.slot_mapping[self._caches.storage(layer).group]  # the storage first: it refuses unknown layers
-            self._move(layer, k, v, slots, view.num_tokens, True, stream)
+            group = self._caches.storage(layer).group
+            try:
+                slots, tokens = view.slot_mapping[group], view.num_tokens
+            except (AttributeError, IndexError):
+                raise InputError(f"view: {view!r} is not a step of this model; Batch.step returns one") from None
+            self._move(layer, k, v, slots, tokens, True, stream)
 
     def write_slots(self, layer: int, k: Any, v: Any, slots: Any, *, stream: object | None = None) -> None:
         """Write tokens to slots, int64 [T] on the device; those outside of the pool's usable pages are dropped.
@@ -165,7 +175,7 @@ class KVIO:
         Raises
         ------
         InputError, ShapeError, InteropError, StateError
-            If an argument does not fit; nothing was enqueued.
+            If an argument does not fit; no K or V was moved.
         """
         with self._guard:
             tokens = self._find(layer, k, lengths, rows, starts, low)
@@ -202,6 +212,7 @@ class KVIO:
             self._pages.copy(group, pairs)
 
     def __enter__(self) -> KVIO:
+        self._guard.check_open()
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -225,7 +236,8 @@ class KVIO:
         tensor = as_tensor(self._device, slots, "slots")
         if tensor.dtype is not _INT64 or not tensor.is_contiguous:
             raise ShapeError(f"slots: {tensor.dtype} with strides {list(tensor.strides)} given, dense int64 wanted")
-        return _reshaped(tensor, (tensor.size,))
+        check_aligned(tensor, "slots")
+        return _reshaped(unowned(tensor), (tensor.size,))
 
     def _move(self, layer: int, k: Any, v: Any, slots: Tensor, tokens: int, write: bool, stream: object | None) -> None:
         """Enqueue the write or the read of the first `tokens` tokens."""
@@ -272,8 +284,10 @@ class KVIO:
             "starts": self._from_start[:count] if starts is None else as_tensor(device, starts, "starts"),
         }
         for name, tensor in given.items():
+            tensor.check_open()
             if tensor.dtype is not _INT32 or tensor.ndim != 1 or tensor.size < count or not tensor.is_contiguous:
                 raise ShapeError(f"{name}: {tensor!r} given, dense int32 of at least {count} elements wanted")
+            check_aligned(tensor, name)
         first = _integer("low", low)
         tokens = count * shape[1]
         self._found = self._grown(self._found, tokens)
@@ -287,7 +301,8 @@ class KVIO:
                 "shift": storage.page_tokens.bit_length() - 1,
                 "num_pages": storage.num_pages - RESERVED_PAGES,
             }
-            bound = self._keep(key, RowLaunch(find_slots.bind(device, {**given, **values}), 1, tokens))
+            lent = {name: unowned(tensor) for name, tensor in given.items()}
+            bound = self._keep(key, RowLaunch(find_slots.bind(device, {**lent, **values}), 1, tokens))
         bound.launch(tokens, device.stream, low=first)
         return tokens
 
@@ -321,6 +336,8 @@ def _reshaped(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 def _integer(name: str, value: object) -> int:
     try:
+        if isinstance(value, bool):
+            raise TypeError
         return index(value)  # type: ignore[arg-type]
     except TypeError:
         raise InputError(f"{name}: {value!r} is not an integer") from None

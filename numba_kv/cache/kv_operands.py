@@ -5,8 +5,12 @@ Knows shapes, strides and element types. Does not know rows, tables or layers.
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from numba_kv.device import Memory, MemoryStats, Tensor
 from numba_kv.device.interop import as_tensor
@@ -64,18 +68,35 @@ def dense(device: Device, value: Any, name: str, heads: int, dim: int) -> Tensor
         raise ShapeError(f"{name}: shape {list(tensor.shape)} given, [T, {heads}, {dim}] or [B, n, {heads}, {dim}] wanted")
     shape, strides = tensor.shape, tensor.strides
     if tensor.ndim == 4:
+        if shape[1] == 1:  # the stride of an axis of one says nothing
+            strides = (strides[0], strides[0], *strides[2:])
         if shape[0] > 1 and shape[1] > 0 and strides[0] != shape[1] * strides[1]:
             raise ShapeError(f"{name}: strides {list(strides)} given; rows that follow each other wanted, as in a dense array")
         shape, strides = (shape[0] * shape[1], heads, dim), strides[1:]
     if (dim > 1 and strides[2] != 1) or min(strides) < 0:
         raise ShapeError(f"{name}: strides {list(strides)} given; a last axis of stride 1 and no negative stride wanted")
-    if tensor.address % tensor.dtype.itemsize:
-        raise ShapeError(f"{name}: address {tensor.address:#x} is not aligned to elements of {tensor.dtype}")
-    memory = tensor._memory
-    if not isinstance(value, Tensor):
-        memory = Memory(memory.address, memory.nbytes, memory.array, None, MemoryStats())
+    check_aligned(tensor, name)
+    memory = unowned(tensor)._memory
     at = tensor.address - memory.address
     return Tensor(memory, device, tensor.dtype, shape, offset_nbytes=at, strides=strides)
+
+
+def check_aligned(tensor: Tensor, name: str) -> None:
+    """Raise ShapeError if the elements of `tensor` do not lie where a GPU can load them."""
+    if tensor.address % tensor.dtype.itemsize:
+        raise ShapeError(f"{name}: address {tensor.address:#x} is not aligned to elements of {tensor.dtype}")
+
+
+def unowned(tensor: Tensor) -> Tensor:
+    """Return a tensor over the same bytes that keeps nobody alive: what a launch is bound to that outlives the call."""
+    tensor.check_open()
+    memory = tensor._memory
+    array = None
+    if memory.array is not None:
+        array = np.ctypeslib.as_array((ctypes.c_uint8 * memory.nbytes).from_address(memory.address))
+    lent = Memory(memory.address, memory.nbytes, array, None, MemoryStats())
+    at = tensor.address - memory.address
+    return Tensor(lent, tensor.device, tensor.dtype, tensor.shape, offset_nbytes=at, strides=tensor.strides)
 
 
 def bind_rows(pool: Tensor, k: Tensor, v: Tensor, slots: Tensor, factors: Tensor | None, *, write: bool) -> RowLaunch:
@@ -108,7 +129,7 @@ def bind_rows(pool: Tensor, k: Tensor, v: Tensor, slots: Tensor, factors: Tensor
         raise ShapeError(f"k, v: {k.dtype} given, one of {', '.join(_DENSE)} or the pool's {pool.dtype} wanted")
     if slots.dtype.name != "int64" or slots.ndim != 1 or not slots.is_contiguous:
         raise ShapeError(f"slots: {slots!r} given, dense int64 with 1 axis wanted")
-    _check_overlap(pool, k, v, write)
+    _check_overlap(pool, k, v, slots, write)
     changes = k.dtype is not pool.dtype
     if (factors is None) == (changes and pool.dtype.name == "float8_e4m3"):
         raise InputError(
@@ -152,7 +173,7 @@ def bind_rows(pool: Tensor, k: Tensor, v: Tensor, slots: Tensor, factors: Tensor
     return RowLaunch(kernel.bind(pool.device, values, threads=threads), count, k.shape[0])
 
 
-def _check_overlap(pool: Tensor, k: Tensor, v: Tensor, write: bool) -> None:
+def _check_overlap(pool: Tensor, k: Tensor, v: Tensor, slots: Tensor, write: bool) -> None:
     spans = {name: _span(t) for name, t in (("the pool", pool), ("k", k), ("v", v))}
     for name in ("k", "v"):
         if _meet(spans[name], spans["the pool"]):
@@ -160,8 +181,11 @@ def _check_overlap(pool: Tensor, k: Tensor, v: Tensor, write: bool) -> None:
     if write:
         return
     for name, tensor in (("k", k), ("v", v)):
+        if _meet(spans[name], _span(slots)):
+            raise InputError(f"{name}: overlaps the slots, which are read while it is written")
         tokens, heads, dim = tensor.shape
-        if (heads > 1 and tensor.strides[1] < dim) or (tokens > 1 and tensor.strides[0] < _token(tensor)):
+        axes = sorted((s, n) for s, n in zip(tensor.strides[:2], (tokens, heads), strict=True) if n > 1)
+        if any(stride < reach for (stride, _), reach in zip(axes, _reaches(axes, dim), strict=False)):
             raise ShapeError(f"{name}: strides {list(tensor.strides)} given; what is written must not overlap itself")
     if not _meet(spans["k"], spans["v"]):
         return
@@ -169,7 +193,18 @@ def _check_overlap(pool: Tensor, k: Tensor, v: Tensor, write: bool) -> None:
     pitch = k.strides[0]
     fits = k.strides == v.strides and not rest and pitch and _token(k) <= apart % pitch <= pitch - _token(k)
     if not fits:
-        raise InputError("k, v: they overlap each other, and both are written")
+        raise InputError(
+            "k, v: each lies in the other's range, and both are written; "
+            "give separate arrays, or whole tokens side by side as in [T, 2, H, D]"
+        )
+
+
+def _reaches(axes: list[tuple[int, int]], dim: int) -> Iterator[int]:
+    """Yield what lies within each axis, from the innermost on, in elements."""
+    reach = dim
+    for stride, extent in axes:
+        yield reach
+        reach += (extent - 1) * stride
 
 
 def _token(tensor: Tensor) -> int:

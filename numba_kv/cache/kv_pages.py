@@ -105,6 +105,8 @@ class PageCopies:
 def _checked(pairs: Sequence[tuple[int, int]], group: GroupPlan) -> list[tuple[int, int]]:
     try:
         found = [(index(source), index(target)) for source, target in pairs]
+        if any(isinstance(page, bool) for pair in pairs for page in pair):
+            raise TypeError
     except (TypeError, ValueError):
         raise InputError("pairs: (source, target) pairs of page ids are wanted") from None
     usable = group.num_pages - RESERVED_PAGES

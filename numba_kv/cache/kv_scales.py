@@ -76,8 +76,11 @@ def _checked(name: str, value: object, heads: int) -> NDArray[np.float32]:
 
     try:
         with np.errstate(over="ignore"):
-            given = np.asarray(value, np.float32)
-    except (TypeError, ValueError):
+            given = np.asarray(value)
+            if given.dtype.kind not in "iuf" and given.dtype.name != "bfloat16":
+                raise TypeError
+            given = given.astype(np.float32)
+    except (TypeError, ValueError, OverflowError):
         raise InputError(f"{name}: {value!r} is not a number, nor {heads} of them") from None
     if given.shape not in ((), (heads,)):
         raise ShapeError(f"{name}: shape {list(given.shape)} given, one number or [{heads}] wanted")

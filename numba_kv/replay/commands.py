@@ -40,6 +40,8 @@ _DEFAULT_REQUESTS = 200
 def _plan(args: Namespace) -> None:
     output = Output(args.json)
     config = load_model(args, rows=args.batch, capacity=args.capacity, max_batch_tokens=args.max_batch_tokens)
+    if args.weights == "":
+        raise InputError("--weights: the path is empty; name a file or a folder")
     if args.weights is not None:
         from numba_kv.weights import arena_nbytes
 

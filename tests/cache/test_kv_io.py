@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -313,7 +315,7 @@ def test_bad_input_changes_nothing() -> None:
         many = uploaded(io, np.ones((3, 5, 2, 8), np.float32))
         with pytest.raises(ShapeError, match="k: 3 rows given, but there are 2"):
             io.scatter(0, many, many, uploaded(io, np.array([5] * 3, np.int32)))
-        with pytest.raises(InputError, match="they overlap"):
+        with pytest.raises(InputError, match="each lies in the other"):
             io.gather(0, square, square, lengths)
         io.gather(1, square, other, lengths)  # a borrower reads
         assert not square.to_host().any()
@@ -349,3 +351,90 @@ def test_everything_is_given_back() -> None:
             )
         gc.collect()
         assert device.memory.current_bytes == before
+
+
+def test_what_was_moved_is_not_kept() -> None:
+    """Dropped arrays of K, V, slots and lengths give their memory back although their launches stay bound."""
+    with opened_io(tiny_config(None, heads=(2, 8), kv_cache_dtype="float32")) as (batch, io):
+        sequence = batch.admit(num_tokens=5)
+        view = batch.step({sequence: 5})
+        held = io._device.memory.current_bytes
+        references = []
+        for _ in range(3):
+            k, v = (uploaded(io, np.ones((5, 2, 8), np.float32)) for _ in range(2))
+            slots, lengths = uploaded(io, np.arange(5, dtype=np.int64)), uploaded(io, np.array([5], np.int32))
+            io.write(0, k, v, view)
+            io.write_slots(0, k, v, slots)
+            io.gather(0, *(uploaded(io, np.ones((1, 5, 2, 8), np.float32)) for _ in range(2)), lengths)
+            references += [weakref.ref(tensor._memory) for tensor in (k, v, slots, lengths)]
+            del k, v, slots, lengths
+        gc.collect()
+        assert [r for r in references if r() is not None] == []
+        assert io._device.memory.current_bytes <= held + 4096  # the found slots
+
+
+def test_index_arrays_are_checked_at_every_call() -> None:
+    with opened_io(tiny_config(None, heads=(2, 8), kv_cache_dtype="float32")) as (batch, io):
+        sequence = batch.admit(num_tokens=5)
+        batch.step({sequence: 5})
+        k, v = (uploaded(io, np.ones((1, 5, 2, 8), np.float32)) for _ in range(2))
+        lengths, slots = uploaded(io, np.array([5], np.int32)), uploaded(io, np.arange(5, dtype=np.int64))
+        io.gather(0, k, v, lengths)
+        io.gather_slots(0, k, v, slots)
+        lengths._memory.close(io._device.stream)
+        slots._memory.close(io._device.stream)
+        with pytest.raises(StateError):
+            io.gather(0, k, v, lengths)
+        with pytest.raises(StateError):
+            io.gather_slots(0, k, v, slots)
+
+
+@pytest.mark.parametrize("axes", [(0, 2, 1, 3), (0, 1, 2, 3)])
+def test_heads_or_tokens_first(axes: tuple[int, ...]) -> None:
+    """A dense cache [B, H, n, D], as model code has it, is written and read in place; so is one position of a longer one."""
+    with opened_io(tiny_config(None, heads=(2, 8), kv_cache_dtype="float32")) as (batch, io):
+        if io._device.target == "cuda":
+            pytest.skip("NumPy arrays are not in device memory")
+        sequence = batch.admit(num_tokens=5)
+        view = batch.step({sequence: 5})
+        told = numbers(np.random.default_rng(3), (1, 5, 2, 8), "float32")
+        io.write(0, told, told, view)
+        lengths = np.array([5], np.int32)
+        k, v = (np.zeros(tuple(told.shape[a] for a in axes), np.float32).transpose(axes) for _ in range(2))
+        io.gather(0, k, v, lengths)
+        assert np.array_equal(k, told)
+        assert np.array_equal(v, told)
+        mixed = np.zeros((5, 2, 8), np.float32)
+        with pytest.raises(InputError, match="k: overlaps the slots"):
+            io.gather_slots(0, mixed, mixed.copy(), mixed.reshape(-1)[:10].view(np.int64))
+        longer = np.zeros((1, 9, 2, 8), np.float32)
+        io.gather(0, longer[:, 3:4], v[:, :1].copy(), lengths, low=2)
+        assert np.array_equal(longer[:, 3], told[:, 2])
+        assert not longer[:, :3].any()
+        assert not longer[:, 4:].any()
+
+
+def test_wrong_owners_views_and_scales_are_named() -> None:
+    config = tiny_config(None, heads=(2, 8), kv_cache_dtype="float8_e4m3")
+    with opened_io(config) as (batch, io):
+        sequence = batch.admit(num_tokens=5)
+        batch.step({sequence: 5})
+        k = uploaded(io, np.ones((5, 2, 8), np.float32))
+        for view in (None, 5, "x"):
+            with pytest.raises(InputError, match="view: .* is not a step of this model"):
+                io.write(0, k, k, view)  # type: ignore[arg-type]
+        for scale in ("1.5", True, 10**400, None, [1.0, "x"]):
+            with pytest.raises(InputError, match="k_scale: "):
+                io.set_scales(0, scale, 1.0)
+        with pytest.raises(StateError, match="cop"):
+            copy.copy(io)
+        for pairs in ([(True, 1)], [(0, False)], [(0, "1")], [0]):
+            with pytest.raises(InputError, match="pairs: "):
+                io.copy_pages(0, pairs)  # type: ignore[arg-type]
+        for wrong in (None, batch.resources, batch.resources.cache_managers[0].kv_cache):
+            with pytest.raises(InputError, match="caches: .* is no HybridCacheManager"):
+                KVIO(wrong)  # type: ignore[arg-type]
+    with pytest.raises(StateError, match="closed"), io:
+        pass
+    with pytest.raises(StateError):
+        KVIO(batch.resources.cache_managers[0])

@@ -661,6 +661,8 @@ def test_plan_counts_weights(capsys: pytest.CaptureFixture[str], tmp_path: Path)
         assert found["parts"]["external_weights"] == 8 << 20
         assert found["nbytes"] == sum(found["parts"].values())
     assert "external weights" in run(capsys, "plan", "gemma3_270m", "--weights", str(tmp_path))[1]
+    code, _, err = run(capsys, "plan", "gemma3_270m", "--weights", "")
+    assert (code, "--weights: the path is empty" in err) == (2, True)
     code, _, err = run(capsys, "plan", "gemma3_270m", "--weights", str(tmp_path / "absent"))
     assert code == 2
     assert "absent" in err
