@@ -19,6 +19,7 @@ __all__ = [
     "FLOAT8",
     "KINDS",
     "clear_row",
+    "copy_pair",
     "from_float32",
     "move_pair",
     "pack_pair",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from numba_kv.kernels.bits import FLOAT8, clear_row, move_pair, unpack_pair
+from numba_kv.kernels.bits import FLOAT8, clear_row, copy_pair, move_pair, unpack_pair
 from numba_kv.kernels.jit import kernel
 from numba_kv.kernels.kv_write import slot_offset
 from numba_kv.kernels.spec import array, scalar
@@ -93,22 +93,17 @@ def gather_kv_words(
     token = np.int64(item) // heads
     head = np.int64(item) - token * heads
     slot = slots[token]
-    k_to, v_to = np.uint64(token * k_token + head * k_head), np.uint64(token * v_token + head * v_head)
-    step, stop = np.uint64(lanes), np.uint64(row)
-    j = np.uint64(lane)
+    k_to, v_to = token * k_token + head * k_head, token * v_token + head * v_head
     if slot >= 0 and slot < num_slots:
         at = slot_offset(slot, shift, pool_page, pool_token) + head * pool_head
-        k_from, v_from = np.uint64(at), np.uint64(at + pool_half)
-        while j < stop:
-            k_word = pool[k_from + j]
-            v_word = pool[v_from + j]
-            k[k_to + j] = k_word
-            v[v_to + j] = v_word
-            j += step
+        copy_pair(k, v, k_to, v_to, pool, pool, at, at + pool_half, row, lane, lanes)
     else:
+        k_at, v_at = np.uint64(k_to), np.uint64(v_to)
+        step, stop = np.uint64(lanes), np.uint64(row)
+        j = np.uint64(lane)
         while j < stop:
-            k[k_to + j] = np.uint64(0)
-            v[v_to + j] = np.uint64(0)
+            k[k_at + j] = np.uint64(0)
+            v[v_at + j] = np.uint64(0)
             j += step
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from numba_kv.kernels.bits import FLOAT8, move_pair, pack_pair
+from numba_kv.kernels.bits import FLOAT8, copy_pair, move_pair, pack_pair
 from numba_kv.kernels.jit import kernel, routine
 from numba_kv.kernels.spec import array, scalar
 
@@ -71,16 +71,8 @@ def write_kv_words(
     slot = slot_mapping[token]
     if slot >= 0 and slot < num_slots:
         at = slot_offset(slot, shift, pool_page, pool_token) + head * pool_head
-        k_to, v_to = np.uint64(at), np.uint64(at + pool_half)
-        k_from, v_from = np.uint64(token * k_token + head * k_head), np.uint64(token * v_token + head * v_head)
-        step, stop = np.uint64(lanes), np.uint64(row)
-        j = np.uint64(lane)
-        while j < stop:
-            k_word = k[k_from + j]  # both loads before the stores: their latencies overlap
-            v_word = v[v_from + j]
-            pool[k_to + j] = k_word
-            pool[v_to + j] = v_word
-            j += step
+        k_from, v_from = token * k_token + head * k_head, token * v_token + head * v_head
+        copy_pair(pool, pool, at, at + pool_half, k, v, k_from, v_from, row, lane, lanes)
 
 
 @kernel(
