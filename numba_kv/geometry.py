@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from operator import index
 from typing import Literal
 
-from numba_kv.errors import ConfigError
+from numba_kv.errors import ConfigError, InputError
 
 __all__ = [
     "FULL",
@@ -22,6 +23,7 @@ __all__ = [
     "RESERVED_PAGES",
     "Window",
     "ceil_div",
+    "check_count",
     "check_page_tokens",
     "mapped_pages",
     "reference_private_pages",
@@ -51,6 +53,23 @@ def ceil_div(a: int, b: int) -> int:
 def round_up(a: int, multiple: int) -> int:
     """Return the smallest multiple of `multiple` that is not below `a`."""
     return ceil_div(a, multiple) * multiple
+
+
+def check_count(name: str, value: object, low: int = 1, high: int = INT32_MAX) -> int:
+    """Return `value` if it is an integer from `low` to `high`; `name` is for messages.
+
+    Raises
+    ------
+    InputError
+        Otherwise.
+    """
+    try:
+        number = None if isinstance(value, bool) else index(value)  # type: ignore[arg-type]
+    except TypeError:
+        number = None
+    if number is None or not low <= number <= high:
+        raise InputError(f"{name}: {value!r} is not an integer from {low} to {high}")
+    return number
 
 
 def check_page_tokens(page_tokens: int) -> int:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from operator import index
 
 from numba_kv.errors import InputError
-from numba_kv.geometry import INT32_MAX
+from numba_kv.geometry import check_count
 
-__all__ = ["LoRATarget", "check_count"]
+__all__ = ["LoRATarget"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,20 +56,3 @@ class LoRATarget:
     def rank_room(self, max_rank: int) -> int:
         """Return the rank that a slot of this target has room for."""
         return self.max_rank if self.max_rank is not None else max_rank * max(1, len(self.parts))
-
-
-def check_count(name: str, value: object) -> int:
-    """Return `value` if it is an integer from 1 on that fits 32 bits; `name` is for messages.
-
-    Raises
-    ------
-    InputError
-        Otherwise.
-    """
-    try:
-        number = 0 if isinstance(value, bool) else index(value)  # type: ignore[arg-type]
-    except TypeError:
-        number = 0
-    if not 1 <= number <= INT32_MAX:
-        raise InputError(f"{name}: {value!r} is not an integer from 1 to {INT32_MAX}")
-    return number

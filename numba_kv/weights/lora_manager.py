@@ -29,7 +29,7 @@ from numba_kv.device import Device, Staging
 from numba_kv.device.graph import is_capturing
 from numba_kv.dtypes import DType, dtype
 from numba_kv.errors import InputError, StateError
-from numba_kv.geometry import INT32_MAX, ceil_div
+from numba_kv.geometry import INT32_MAX, ceil_div, check_count
 from numba_kv.kernels.lora_slots import CHUNK_WORDS, switch_adapter
 from numba_kv.weights.lora_adapter import HASH_NBYTES, HostAdapter, ReadOptions, read_adapter
 from numba_kv.weights.lora_files import Source
@@ -110,10 +110,10 @@ class LoRAManager:
         self._table = TargetTable(targets)
         self.layout = LoRALayout(
             targets=self._table.targets,
-            max_rank=_limit("max_rank", max_rank),
-            max_adapters=_limit("max_adapters", max_adapters),
+            max_rank=check_count("max_rank", max_rank, high=INT32_MAX - 1),
+            max_adapters=check_count("max_adapters", max_adapters, high=INT32_MAX - 1),
             dtype=_slot_dtype(dtype),
-            max_batch_size=_limit("max_batch_size", max_batch_size),
+            max_batch_size=check_count("max_batch_size", max_batch_size, high=INT32_MAX - 1),
             has_view=has_view,
         )
         self._device = device
@@ -418,16 +418,6 @@ class LoRAManager:
 
 
 _FLOAT32 = dtype("float32")
-
-
-def _limit(name: str, value: int) -> int:
-    try:
-        number = 0 if isinstance(value, bool) else index(value)
-    except TypeError:
-        number = 0
-    if not 1 <= number < INT32_MAX:
-        raise InputError(f"{name}: {value!r} is not a positive integer")
-    return number
 
 
 def _slot_dtype(kind: DType | str) -> DType:

@@ -16,8 +16,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from numba_kv.config import LLMEngineConfig
-from numba_kv.config.lora_target import LoRATarget, check_count
+from numba_kv.config.lora_target import LoRATarget
 from numba_kv.errors import ConfigError, InputError
+from numba_kv.geometry import check_count
 
 __all__ = ["FUSED", "Placement", "TargetTable", "targets_from_config"]
 

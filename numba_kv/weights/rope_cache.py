@@ -14,9 +14,9 @@ from numba_kv.device import Device, Tensor
 from numba_kv.device.graph import is_capturing
 from numba_kv.dtypes import dtype
 from numba_kv.errors import InputError, ShapeError, StateError
-from numba_kv.geometry import round_up
+from numba_kv.geometry import check_count, round_up
 from numba_kv.weights.rope_gather import RopeGather, RowSets, check_gather
-from numba_kv.weights.rope_table import RopeTable, count_of, rotations_of
+from numba_kv.weights.rope_table import RopeTable, rotations_of
 
 if TYPE_CHECKING:
     from numba_kv.device import Memory
@@ -92,7 +92,7 @@ class RopeCache:
         """
         if not isinstance(config, RopeConfig):
             raise InputError(f"config: {type(config).__name__} given, a RopeConfig is wanted")
-        size, rows = count_of("length", length, 1), count_of("num_rows", num_rows, 1)
+        size, rows = check_count("length", length, 1), check_count("num_rows", num_rows, 1)
         if rows > 1 and not has_axes(config):
             raise InputError(f"num_rows: {rows} row sets of a {config.rope_type} rope without mrope_section are alike; 1 does")
         with self._lock:

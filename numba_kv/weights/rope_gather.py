@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 from numba_kv.device import Device, Tensor
 from numba_kv.dtypes import dtype
 from numba_kv.errors import InputError, ShapeError
+from numba_kv.geometry import check_count
 from numba_kv.kernels.rope_tables import gather_rope, gather_rope_sets
-from numba_kv.weights.rope_table import RopeTable, count_of
+from numba_kv.weights.rope_table import RopeTable
 
 if TYPE_CHECKING:
     from numba_kv.kernels.jit import Launch
@@ -92,7 +93,7 @@ class RopeGather:
 
         Stream: enqueues one kernel. Cost: one read and one write of the rows; no allocation.
         """
-        count = count_of("num_tokens", num_tokens, 0, self.rows.shape[0])
+        count = check_count("num_tokens", num_tokens, 0, self.rows.shape[0])
         view = self.rows[:count]  # raises after close
         device = self._device
         target = device.stream if stream is None else device.as_capturing_stream(stream)
@@ -111,7 +112,7 @@ def check_gather(table: RopeTable, positions: Tensor, row_sets: RowSets | None, 
     ShapeError
         If an array is not dense int32 of the right shape.
     """
-    table.check(0, count_of("capacity", capacity, 1))
+    table.check(0, check_count("capacity", capacity, 1))
     _check("positions", positions, None)
     if row_sets is None:
         if table.sets.shape[0] > 1:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from operator import index
 from typing import TYPE_CHECKING, Any
 
 from numba_kv.config.rope_axes import has_axes, pair_axes
@@ -11,7 +10,7 @@ from numba_kv.config.rope_frequencies import Rotation, rotation_of
 from numba_kv.device import Device, Memory, Tensor
 from numba_kv.dtypes import dtype
 from numba_kv.errors import InputError, ShapeError
-from numba_kv.geometry import INT32_MAX
+from numba_kv.geometry import INT32_MAX, check_count
 from numba_kv.kernels.rope_tables import fill_rope, fill_rope_axes
 
 if TYPE_CHECKING:
@@ -20,24 +19,7 @@ if TYPE_CHECKING:
     from numba_kv.config import RopeConfig
     from numba_kv.config.rope_layout import RopeLayout
 
-__all__ = ["RopeTable", "count_of", "rotations_of"]
-
-
-def count_of(name: str, value: Any, low: int, high: int = INT32_MAX) -> int:
-    """Return `value` as an int from `low` to `high`.
-
-    Raises
-    ------
-    InputError
-        If it is none.
-    """
-    try:
-        number = None if isinstance(value, bool) else index(value)
-    except TypeError:
-        number = None
-    if number is None or not low <= number <= high:
-        raise InputError(f"{name}: {value!r} is not an integer from {low} to {high}")
-    return number
+__all__ = ["RopeTable", "rotations_of"]
 
 
 class RopeTable:
@@ -122,7 +104,7 @@ class RopeTable:
         InputError
             If the table is shorter.
         """
-        number = count_of("length", length, 0)
+        number = check_count("length", length, 0)
         self.check(0, number)
         return bisect_left(self.limits, number)
 
@@ -132,7 +114,7 @@ class RopeTable:
 
     def set_index(self, length: int, row: int = 0) -> int:
         """Return the number of the row set of a sequence of `length` tokens in row `row`: what `gather` takes as `row_sets`."""
-        return self.variant(length) * self.num_rows + count_of("row", row, 0, self.num_rows - 1)
+        return self.variant(length) * self.num_rows + check_count("row", row, 0, self.num_rows - 1)
 
     def check(self, start: int, num_tokens: int) -> None:
         """Refuse positions behind the end of the table.
@@ -142,7 +124,7 @@ class RopeTable:
         InputError
             If ``start + num_tokens`` is above `length`; it names both.
         """
-        first, count = count_of("start", start, 0), count_of("num_tokens", num_tokens, 0)
+        first, count = check_count("start", start, 0), check_count("num_tokens", num_tokens, 0)
         if first + count > self.length:
             raise InputError(
                 f"rope table: positions {first} to {first + count} are wanted, it has {self.length}; "
@@ -171,7 +153,7 @@ class RopeTable:
         if final < start + num_tokens:
             raise InputError(f"length: {final} tokens in the end, but position {start + num_tokens - 1} is wanted")
         tensor = self.for_sequence(final)
-        return tensor[count_of("row", row, 0, self.num_rows - 1), start : start + num_tokens]
+        return tensor[check_count("row", row, 0, self.num_rows - 1), start : start + num_tokens]
 
     def set_positions(self, rows: ArrayLike, position_ids: ArrayLike) -> None:
         """Write row sets of a multimodal table from positions of their own.
@@ -205,7 +187,7 @@ class RopeTable:
                 f"position_ids: shape {ids.shape} for {numbers.shape} rows; [rows, 3, 1 to {self.length} places] is wanted"
             )
         for row in numbers.tolist():
-            count_of("rows", row, 0, self.num_rows - 1)
+            check_count("rows", row, 0, self.num_rows - 1)
         if len(set(numbers.tolist())) != len(numbers):
             raise InputError(f"rows: {numbers.tolist()} names a row twice")
         if ids.dtype.kind not in "iuf" or not np.isfinite(ids).all() or np.abs(ids.astype(np.float64)).max() > INT32_MAX:
