@@ -57,6 +57,12 @@ def trace(tmp_path: Path) -> str:
     return str(path)
 
 
+@pytest.fixture(autouse=True)
+def width_of_a_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forget the width of the terminal that runs the tests: what is printed must not depend on it."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+
+
 def run(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]:
     code = cli.main(args)
     out, err = capsys.readouterr()

@@ -105,7 +105,7 @@ def owners() -> int:
     from numba_kv.device.dlpack import _Owner
 
     gc.collect()
-    return sum(isinstance(item, _Owner) for item in gc.get_objects())
+    return sum(type(item) is _Owner for item in gc.get_objects())  # isinstance would ask the items, some of which warn
 
 
 def test_records_of_exported_tensors_are_dropped(device: Device) -> None:
