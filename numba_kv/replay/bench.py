@@ -179,6 +179,13 @@ def measure_load(options: BenchOptions) -> dict[str, object]:
     return measure_loading(options.target)
 
 
+def measure_data(options: BenchOptions) -> dict[str, object]:
+    """Time K and V into pages and out of them, beside a plain copy, torch and Triton."""
+    from numba_kv.replay.bench_kv import measure_kv
+
+    return measure_kv(options.target)
+
+
 #: Name of a measure -> what takes it, in the order of ``all``.
 MEASURES: Mapping[str, Measure] = {
     "import": measure_import,
@@ -187,6 +194,7 @@ MEASURES: Mapping[str, Measure] = {
     "copy": measure_copy,
     "step": measure_step,
     "load": measure_load,
+    "kv": measure_data,
 }
 
 

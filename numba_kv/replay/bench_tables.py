@@ -13,7 +13,7 @@ from rich.table import Table
 
 __all__ = ["bench_table"]
 
-#: Head, key and meaning of each column of the measure `step`.
+#: Head, key and meaning of each column.
 _STEP_COLUMNS = (
     ("rows", "rows", "sequences, each of which appends one token"),
     ("context", "context", "tokens of a row"),
@@ -28,26 +28,45 @@ _STEP_COLUMNS = (
     ("update", "update_16_host_us", "a sixteenth of the rows leaves and as many join, on the host"),
 )
 
+_KV_COLUMNS = (
+    ("what", "what", "write: tokens into pages; gather: out of them; rotate: write with rotation of q and k in the same pass"),
+    ("pool", "pool", "element type of the pages; what is moved in or out is bfloat16"),
+    ("tokens", "tokens", "tokens of the call"),
+    ("us", "us", "microseconds of the call, median"),
+    ("GB/s", "gb_per_s", "bytes read once and bytes written once"),
+    ("of copy", "of_copy", "speed beside a plain copy of as many bytes"),
+    ("torch", "torch_us", "torch's indexing, microseconds"),
+    ("Triton", "triton_us", "a Triton kernel, microseconds"),
+    ("host", "host_us", "microseconds of the call on the host"),
+    ("captured", "captured_us", "microseconds on the GPU inside a graph of 100 calls"),
+)
+Columns = tuple[tuple[str, str, str], ...]
+_SWEEPS: Mapping[str, tuple[str, Columns]] = {
+    "step": ("step: bookkeeping of a decode step, median microseconds", _STEP_COLUMNS),
+    "kv": ("kv: K and V into pages and out of them", _KV_COLUMNS),
+}
+
 
 def bench_table(figures: Mapping[str, Mapping[str, object]]) -> RenderableType:
-    """Return the figures: the points of `step` as a table of their own, all else one line each, nested ones with their path."""
+    """Return the figures: points of a sweep as a table of their own, all else one line each, nested ones with their path."""
     table = _table("Measured on this machine")
     for name in ("measure", "figure", "value"):
         table.add_column(name)
-    points: Sequence[Mapping[str, Any]] = ()
+    sweeps: list[RenderableType] = []
     for measure, found in figures.items():
         rest = dict(found)
-        if measure == "step":
-            points = rest.pop("points", ())  # type: ignore[assignment]
+        if measure in _SWEEPS:
+            points: Any = rest.pop("points", ())
+            sweeps += _sweep(*_SWEEPS[measure], points) if points else []
         for i, (path, value) in enumerate(_flat(rest)):
             table.add_row(measure if i == 0 else "", path, _shown(path, value, rest))
         table.add_section()
-    return Group(*([table] if table.row_count else []), *(_steps(points) if points else []))
+    return Group(*([table] if table.row_count else []), *sweeps)
 
 
-def _steps(points: Sequence[Mapping[str, Any]]) -> list[RenderableType]:
-    table = _table(f"step: bookkeeping of a decode step, median microseconds ({points[0].get('target')})")
-    columns = [column for column in _STEP_COLUMNS if any(point.get(column[1]) is not None for point in points)]
+def _sweep(title: str, all_columns: Columns, points: Sequence[Mapping[str, Any]]) -> list[RenderableType]:
+    table = _table(title)
+    columns = [column for column in all_columns if any(point.get(column[1]) is not None for point in points)]
     for head, _, _ in columns:
         table.add_column(head, justify="right")
     for point in points:
@@ -59,8 +78,8 @@ def _cell(value: object) -> str:
     if value is None:
         return "-"
     if isinstance(value, float):
-        return f"{value:,.3f}" if value < 1 else f"{value:,.1f}"
-    return f"{value:,}"
+        return f"{value:,.3f}" if value < 2 else f"{value:,.1f}"
+    return f"{value:,}" if isinstance(value, int) else str(value)
 
 
 def _table(title: str) -> Table:

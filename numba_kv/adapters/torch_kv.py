@@ -1,0 +1,139 @@
+"""K and V into pages and out of them in torch and in Triton, to be measured beside ours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from numba_kv.adapters.triton_tables import is_installed
+
+if TYPE_CHECKING:
+    from numba_kv.device import Tensor
+
+__all__ = ["TorchKV", "copy_us", "is_installed"]
+
+
+def copy_us(nbytes: int) -> float:
+    """Return the median time of torch's copy of `nbytes` of device memory, in microseconds."""
+    import torch
+
+    source = torch.empty(nbytes, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    return _median_us(lambda: target.copy_(source))
+
+
+class TorchKV:
+    """The same arrays as torch sees them, without a copy.
+
+    Parameters
+    ----------
+    pool : Tensor bfloat16 [2, N, P, H, D]
+        A layer's pages, dense.
+    k, v : Tensor bfloat16 [T, H, D]
+        Dense.
+    slots : Tensor int64 [T]
+        All of them in the pool.
+    """
+
+    def __init__(self, pool: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
+        import torch
+
+        pages = torch.from_dlpack(pool)
+        self.width = pages.shape[3] * pages.shape[4]
+        self.halves = [pages[half].reshape(-1, self.width) for half in (0, 1)]
+        self.k, self.v = (torch.from_dlpack(t).reshape(-1, self.width) for t in (k, v))
+        self.k_out, self.v_out = torch.empty_like(self.k), torch.empty_like(self.v)
+        self.slots = torch.from_dlpack(slots)
+        self.kernels = _kernels()
+
+    def times(self, what: str) -> dict[str, float]:
+        """Return microseconds of ``write`` or ``gather``: torch's indexing and a Triton kernel."""
+        pool_k, pool_v = self.halves
+        if what == "write":
+
+            def torch_work() -> None:
+                pool_k.index_copy_(0, self.slots, self.k)
+                pool_v.index_copy_(0, self.slots, self.v)
+
+            def triton_work() -> None:
+                self.write(len(self.k), self.slots)
+        else:
+            import torch
+
+            def torch_work() -> None:
+                torch.index_select(pool_k, 0, self.slots, out=self.k_out)
+                torch.index_select(pool_v, 0, self.slots, out=self.v_out)
+
+            def triton_work() -> None:
+                self.kernels[1][(len(self.k),)](
+                    self.k_out, self.v_out, pool_k, pool_v, self.slots, WIDTH=self.width, num_warps=4
+                )
+
+        return {"torch": _median_us(torch_work), "triton": _median_us(triton_work)}
+
+    def write(self, tokens: int, slots: Any) -> None:
+        """Enqueue the Triton write of the first `tokens` tokens."""
+        pool_k, pool_v = self.halves
+        self.kernels[0][(tokens,)](self.k, self.v, pool_k, pool_v, slots, WIDTH=self.width, num_warps=4)
+
+    def decode_us(self, tokens: int, slots: Tensor, steps: int) -> float:
+        """Return microseconds of one small Triton write inside a graph of `steps`."""
+        import torch
+
+        few = torch.from_dlpack(slots)
+        side = torch.cuda.Stream()
+        with torch.cuda.stream(side):
+            self.write(tokens, few)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=side):
+            for _ in range(steps):
+                self.write(tokens, few)
+        return _median_us(graph.replay, inner=1) / steps
+
+
+def _median_us(work: Callable[[], object], repeat: int = 15, inner: int = 5) -> float:
+    import torch
+
+    for _ in range(2):
+        work()
+    times = []
+    for _ in range(repeat):
+        torch.cuda.synchronize()
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        for _ in range(inner):
+            work()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) * 1e3 / inner)
+    return float(sorted(times)[repeat // 2])
+
+
+def _kernels() -> tuple[Any, Any]:
+    import triton
+    import triton.language as tl
+
+    @triton.jit
+    def write(k, v, pool_k, pool_v, slots, WIDTH: tl.constexpr):
+        token = tl.program_id(0).to(tl.int64)
+        slot = tl.load(slots + token)
+        if slot >= 0:
+            at = tl.arange(0, WIDTH)
+            k_row = tl.load(k + token * WIDTH + at)
+            v_row = tl.load(v + token * WIDTH + at)
+            tl.store(pool_k + slot * WIDTH + at, k_row)
+            tl.store(pool_v + slot * WIDTH + at, v_row)
+
+    @triton.jit
+    def gather(k, v, pool_k, pool_v, slots, WIDTH: tl.constexpr):
+        token = tl.program_id(0).to(tl.int64)
+        slot = tl.load(slots + token)
+        at = tl.arange(0, WIDTH)
+        keep = (at < WIDTH) & (slot >= 0)
+        k_row = tl.load(pool_k + slot * WIDTH + at, mask=keep, other=0.0)
+        v_row = tl.load(pool_v + slot * WIDTH + at, mask=keep, other=0.0)
+        tl.store(k + token * WIDTH + at, k_row)
+        tl.store(v + token * WIDTH + at, v_row)
+
+    return write, gather

@@ -1,0 +1,204 @@
+"""``numba-kv bench kv``: K and V into pages and out of them, beside a plain copy of as many bytes.
+
+Every point counts the bytes that have to move: what is read once and what is written once. Where torch and Triton are
+installed, the same work in both of them runs on the same arrays. Does not know what a good figure is.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from numba_kv.adapters import torch_kv
+from numba_kv.cache.kv_io import KVIO
+from numba_kv.config import AttentionLayer, LLMEngineConfig
+from numba_kv.dtypes import dtype
+from numba_kv.geometry import FULL
+from numba_kv.replay.bench_step import median_us
+from numba_kv.shared_resources import SharedResources
+
+if TYPE_CHECKING:
+    from numba_kv.device import Device, Stream
+
+__all__ = ["KVSizes", "measure_kv"]
+
+_LAYER = 0
+_GROUP = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVSizes:
+    """What is moved: tokens of a large and of a small call, heads, channels, tokens of a page, pages of the pool."""
+
+    tokens: int = 65536
+    decode_tokens: int = 256
+    query_heads: int = 32
+    heads: int = 8
+    dim: int = 128
+    page_tokens: int = 16
+
+    @property
+    def num_pages(self) -> int:
+        """Four times what a call touches, so that pages lie far apart."""
+        return 4 * self.tokens // self.page_tokens
+
+
+def measure_kv(target: str | None) -> dict[str, object]:
+    """Measure writes, reads and page copies of a bfloat16 and of a float8 pool; microseconds, medians."""
+    from numba_kv.device import resolve_target
+
+    on_gpu = resolve_target(target) == "cuda"
+    sizes = KVSizes() if on_gpu else KVSizes(tokens=4096)
+    points = [point for kind in ("bfloat16", "float8_e4m3") for point in _Bench(target, kind, sizes).points()]
+    return {"target": "cuda" if on_gpu else resolve_target(target), **vars(sizes), "points": points}
+
+
+class _Bench:
+    """One model of one attention layer, and arrays of a step's tokens."""
+
+    def __init__(self, target: str | None, kind: str, sizes: KVSizes) -> None:
+        import numpy as np
+
+        self.kind, self.sizes = kind, sizes
+        config = LLMEngineConfig(
+            layers=(AttentionLayer(num_kv_heads=sizes.heads, head_dim=sizes.dim, window=FULL),),
+            max_batch_size=1,
+            max_kv_cache_capacity=sizes.tokens,
+            page_tokens=sizes.page_tokens,
+            max_batch_tokens=sizes.tokens,
+            num_kv_pages=sizes.num_pages,
+            kv_cache_dtype=kind,
+        )
+        self.resources = SharedResources.create_for_llm(config, target=target)
+        self.device: Device = self.resources.device
+        self.io = KVIO(self.resources.cache_managers[0])
+        if kind == "float8_e4m3":
+            self.io.set_scales(_LAYER, 0.5, 0.5)
+        random = np.random.default_rng(0)
+        shape = (sizes.tokens, sizes.heads, sizes.dim)
+        self.k, self.v, self.k_out, self.v_out = (self.device.tensor(shape, dtype("bfloat16")) for _ in range(4))
+        values = random.integers(0x3C00, 0x4000, shape, np.uint16)
+        for tensor in (self.k, self.v):
+            tensor.fill_from(values.view(tensor.to_host().dtype))
+        self.pages = random.permutation(sizes.num_pages)
+        used = self.pages[: sizes.tokens // sizes.page_tokens].astype(np.int64)
+        slots = used[:, None] * sizes.page_tokens + np.arange(sizes.page_tokens)
+        self.slots = self.device.tensor((sizes.tokens,), dtype("int64"))
+        self.slots.fill_from(slots.reshape(-1))
+        few = random.choice(slots.reshape(-1), sizes.decode_tokens, replace=False)
+        self.few_slots = self.device.tensor((sizes.decode_tokens,), dtype("int64"))
+        self.few_slots.fill_from(few)
+
+    def points(self) -> list[dict[str, object]]:
+        """Measure everything, and give the memory back."""
+        try:
+            return [self._write(), self._gather(), self._copy_pages(), self._decode()]
+        finally:
+            self.io.close()
+            self.resources.close()
+
+    def _write(self) -> dict[str, object]:
+        found = self._point("write", self._moved(), lambda s: self.io.write_slots(_LAYER, self.k, self.v, self.slots))
+        if self.kind == "bfloat16":
+            found |= self._beside("write", self._moved())
+        return found
+
+    def _gather(self) -> dict[str, object]:
+        work = self.io.gather_slots
+        found = self._point("gather", self._moved(), lambda s: work(_LAYER, self.k_out, self.v_out, self.slots))
+        if self.kind == "bfloat16":
+            found |= self._beside("gather", self._moved())
+        return found
+
+    def _copy_pages(self) -> dict[str, object]:
+        count = min(1024, len(self.pages) // 2)
+        pairs = list(zip(self.pages[:count].tolist(), self.pages[count : 2 * count].tolist(), strict=True))
+        page = self.sizes.page_tokens * self.sizes.heads * self.sizes.dim * dtype(self.kind).itemsize
+        found = self._point("copy_pages", 2 * 2 * count * page, lambda s: self.io.copy_pages(_GROUP, pairs))
+        return found | {"pages": count}
+
+    def _decode(self) -> dict[str, object]:
+        """Time a small write: alone on the host, and on the GPU as one of many in a graph."""
+        n, steps = self.sizes.decode_tokens, 100
+        k, v = self.k[:n], self.v[:n]
+
+        def write(stream: Stream | None = None) -> None:
+            self.io.write_slots(_LAYER, k, v, self.few_slots, stream=stream)
+
+        found: dict[str, object] = {"what": "write_decode", "pool": self.kind, "tokens": n, "host_us": median_us(write, 200)}
+        found |= _captured(self.device, write, steps)
+        if self.kind == "bfloat16" and self.device.target == "cuda" and torch_kv.is_installed():
+            found["triton_us"] = round(self._others().decode_us(n, self.few_slots, steps), 3)
+        return found
+
+    def _moved(self) -> int:
+        """Bytes that a large call reads and writes."""
+        sizes = self.sizes
+        return 2 * sizes.tokens * sizes.heads * sizes.dim * (2 + dtype(self.kind).itemsize)
+
+    def _point(self, what: str, nbytes: int, work: Callable[[Any], object]) -> dict[str, object]:
+        copy = _copy_us(self.device, nbytes)
+        us = _stream_us(self.device, lambda: work(None))
+        found: dict[str, object] = {"what": what, "pool": self.kind, "tokens": self.sizes.tokens, "us": round(us, 2)}
+        found["gb_per_s"] = round(nbytes / us / 1e3, 1)
+        if copy is not None:
+            found |= {"copy_us": round(copy, 2), "of_copy": round(copy / us, 3)}
+        return found
+
+    def _others(self) -> torch_kv.TorchKV:
+        return torch_kv.TorchKV(self.resources.cache_managers[0].kv(_LAYER), self.k, self.v, self.slots)
+
+    def _beside(self, what: str, nbytes: int) -> dict[str, object]:
+        """Time the same work in torch and in Triton."""
+        if self.device.target != "cuda" or not torch_kv.is_installed():
+            return {}
+        return {f"{name}_us": round(us, 2) for name, us in self._others().times(what).items()}
+
+
+def _stream_us(device: Device, work: Callable[[], object], repeat: int = 15, inner: int = 5) -> float:
+    """Return the median time of `work` on the device's stream: several between two events, so that no launch is waited for."""
+    stream = device.stream
+    for _ in range(2):
+        work()
+    times = []
+    for _ in range(repeat):
+        stream.synchronize()
+        begin = stream.record(timing=True)
+        for _ in range(inner):
+            work()
+        times.append(stream.record(timing=True).microseconds_since(begin) / inner)
+    return statistics.median(times)
+
+
+def _captured(device: Device, work: Callable[[Stream], None], steps: int) -> dict[str, object]:
+    """Time `work` on the GPU as one of many in a graph; nothing elsewhere."""
+    if device.target != "cuda":
+        return {}
+
+    def many(stream: Stream) -> None:
+        for _ in range(steps):
+            work(stream)
+
+    with device.active():
+        graph = device.capture(many)
+        us = _stream_us(device, lambda: graph.launch(device.stream), inner=1) / steps
+        graph.close()
+    return {"captured_us": round(us, 3)}
+
+
+def _copy_us(device: Device, nbytes: int) -> float | None:
+    """Return the time of a plain copy that moves `nbytes`, read and written together: torch's on a GPU, NumPy's elsewhere."""
+    if device.target == "cuda":
+        return torch_kv.copy_us(nbytes // 2) if torch_kv.is_installed() else None
+    import numpy as np
+
+    source, target = np.ones(nbytes // 2, np.uint8), np.zeros(nbytes // 2, np.uint8)
+    times = []
+    for _ in range(9):
+        start = time.perf_counter()
+        np.copyto(target, source)
+        times.append((time.perf_counter() - start) * 1e6)
+    return statistics.median(times)
