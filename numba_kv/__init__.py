@@ -10,7 +10,7 @@ __version__ = "0.1.0"
 TYPE_CHECKING = False
 
 _MODULES = {
-    "numba_kv.batch": ("AuditReport", "Batch", "CapturedStep", "Sequence", "StepView"),
+    "numba_kv.batch": ("AuditReport", "Batch", "CapturedStep", "Sequence", "StepRope", "StepView"),
     "numba_kv.bindings": ("TensorMap", "bind"),
     "numba_kv.cache": ("HybridCacheManager", "KVCacheManager", "KVIO", "KVPageTable"),
     "numba_kv.config": ("AttentionLayer", "LLMEngineConfig", "LoRATarget", "RopeConfig", "load_engine_config"),
@@ -79,6 +79,7 @@ if TYPE_CHECKING:  # the same table for type checkers and editors; a test compar
         Batch as Batch,
         CapturedStep as CapturedStep,
         Sequence as Sequence,
+        StepRope as StepRope,
         StepView as StepView,
     )
     from numba_kv.bindings import TensorMap as TensorMap, bind as bind

@@ -171,7 +171,8 @@ class SharedResources(Unique):
         self._owned.callback(self.rope_pool.close)
         self.rope_tables = self.rope_pool.for_engine(self.config)
         self.lora_manager = self._make_lora_manager(plan)
-        self.external_weight_manager = ExternalWeightManager(self.device, self.take)
+        planned = self.config.external_weights_nbytes or None
+        self.external_weight_manager = ExternalWeightManager(self.device, self.take, planned_nbytes=planned)
         self._owned.callback(self.external_weight_manager.close)
         self.zero_buffer = self._tensor("zero_buffer")
         self.swa_kv_cache_mode = None

@@ -7,6 +7,7 @@ from numba_kv.batch.batch import Batch
 from numba_kv.batch.capture import CapturedStep
 from numba_kv.batch.sequence import Sequence
 from numba_kv.batch.stats import BatchStats
+from numba_kv.batch.step_rope import StepRope
 from numba_kv.batch.view import StepView
 
-__all__ = ["AuditReport", "Batch", "BatchStats", "CapturedStep", "Sequence", "StepView"]
+__all__ = ["AuditReport", "Batch", "BatchStats", "CapturedStep", "Sequence", "StepRope", "StepView"]

@@ -186,6 +186,20 @@ def measure_data(options: BenchOptions) -> dict[str, object]:
     return measure_kv(options.target)
 
 
+def measure_rope(options: BenchOptions) -> dict[str, object]:
+    """Time the filling of a rotary table."""
+    from numba_kv.replay import bench_adapters
+
+    return bench_adapters.measure_rope(options.target)
+
+
+def measure_lora(options: BenchOptions) -> dict[str, object]:
+    """Time a switch between two adapters."""
+    from numba_kv.replay import bench_adapters
+
+    return bench_adapters.measure_lora(options.target)
+
+
 #: Name of a measure -> what takes it, in the order of ``all``.
 MEASURES: Mapping[str, Measure] = {
     "import": measure_import,
@@ -195,6 +209,8 @@ MEASURES: Mapping[str, Measure] = {
     "step": measure_step,
     "load": measure_load,
     "kv": measure_data,
+    "rope": measure_rope,
+    "lora": measure_lora,
 }
 
 

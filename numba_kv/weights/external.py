@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from numba_kv.device import Device, Memory, Tensor
 from numba_kv.device.graph import is_capturing
-from numba_kv.errors import StateError, WeightError
+from numba_kv.errors import CapacityError, StateError, WeightError
 from numba_kv.geometry import round_up
 from numba_kv.weights.binding import WeightBinding, WeightInput, check_bindings
 from numba_kv.weights.checkpoint import Checkpoint
@@ -62,6 +62,8 @@ class ExternalWeightManager:
         Staging to share; None: each load makes its own, and gives it back.
     staging_nbytes : int
         Page-locked host bytes of a load at most, without `uploader`.
+    planned_nbytes : int, optional
+        What the arena may take at most, as planned. None: what the device has.
     """
 
     def __init__(
@@ -71,11 +73,13 @@ class ExternalWeightManager:
         *,
         uploader: Uploader | None = None,
         staging_nbytes: int = STAGING_NBYTES,
+        planned_nbytes: int | None = None,
     ) -> None:
         self._device = device
         self._take = take
         self._uploader = uploader
         self._staging_nbytes = staging_nbytes
+        self._planned_nbytes = planned_nbytes
         self._memory: Memory | None = None
         self._bindings: tuple[WeightBinding, ...] = ()
         self._tensors: dict[str, Tensor] = {}
@@ -147,7 +151,7 @@ class ExternalWeightManager:
         UnsupportedModelError
             If a recipe is one that only the reference's plugins can read.
         CapacityError
-            If the device does not have the memory.
+            If the weights are larger than planned, or the device does not have the memory.
 
         Stream: enqueues on the device's stream and waits. Cost: one allocation, one copy a staging block.
         """
@@ -159,6 +163,7 @@ class ExternalWeightManager:
             if inputs is not None:
                 _compare(inputs, found)
             offsets, nbytes = layout(found)
+            self._check_planned(nbytes)
             segments = [
                 Segment(begin=offsets[b.name], nbytes=b.nbytes, fill=assemble(b, checkpoint))
                 for b in found
@@ -225,6 +230,16 @@ class ExternalWeightManager:
         self._tensors, self._bindings = {}, ()
         if memory is not None:
             self._give_back(memory)
+
+    def _check_planned(self, nbytes: int) -> None:
+        planned = self._planned_nbytes
+        if planned is not None and nbytes > planned:
+            raise CapacityError(
+                f"external weights: {nbytes} bytes are to be loaded, {planned} are planned; "
+                f"make the configuration with external_weights_nbytes={nbytes}",
+                needed=nbytes,
+                free=planned,
+            )
 
     def _give_back(self, memory: Memory) -> None:
         with self._device.active():

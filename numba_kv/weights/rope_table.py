@@ -76,9 +76,9 @@ class RopeTable:
         parts["sets"].fill_from(np.array(sets, np.int64))
         self._constants = {name: parts[name] for name in ("frequencies", "magnitudes")}
         self._axes = parts["axes"]
-        self._fill()
+        self.fill()
 
-    def _fill(self) -> None:
+    def fill(self) -> None:
         """Write every row set from positions 0, 1, 2, ... Stream: enqueues one kernel a variant."""
         scalars = {"variant": 0, "first_row": 0, "length": 1}
         launch = fill_rope.bind(self._device, {"table": self.rows, **self._constants, **scalars})

@@ -96,6 +96,20 @@ def test_the_plan_keeps_room_for_external_weights(tmp_path: Path) -> None:
         assert resources.device.memory.current_bytes == plan.nbytes
 
 
+def test_more_external_weights_than_planned_are_refused(tmp_path: Path) -> None:
+    small, large = tmp_path / "small.safetensors", tmp_path / "large.safetensors"
+    save_file({"a": np.ones((3, 5), np.float16)}, small)
+    save_file({"a": np.ones(1000, np.float32)}, large)
+    engine = replace(config(), external_weights_nbytes=arena_nbytes(small))
+    with kv.SharedResources.create_for_llm(engine) as resources:
+        held = resources.device.memory.current_bytes
+        with pytest.raises(kv.CapacityError, match="4096 bytes are to be loaded, 256 are planned") as refused:
+            resources.external_weight_manager.load(large)
+        assert (refused.value.needed, refused.value.free) == (4096, 256)
+        assert resources.device.memory.current_bytes == held
+        resources.external_weight_manager.load(small)
+
+
 def test_external_weights_take_pages_from_a_budget() -> None:
     engine = config()
     budget = kv.plan_memory(engine).nbytes
