@@ -10,10 +10,32 @@ __version__ = "0.1.0"
 TYPE_CHECKING = False
 
 _MODULES = {
-    "numba_kv.batch": ("AuditReport", "Batch", "CapturedStep", "Sequence", "StepRope", "StepView"),
+    "numba_kv.batch": (
+        "AuditReport",
+        "Batch",
+        "CapturedStep",
+        "KVSnapshot",
+        "Sequence",
+        "StepRope",
+        "StepView",
+        "SwappedSequence",
+    ),
     "numba_kv.bindings": ("TensorMap", "bind"),
-    "numba_kv.cache": ("HybridCacheManager", "KVCacheManager", "KVIO", "KVPageTable"),
-    "numba_kv.config": ("AttentionLayer", "LLMEngineConfig", "LoRATarget", "RopeConfig", "load_engine_config"),
+    "numba_kv.cache": ("HybridCacheManager", "KVCacheManager", "KVIO", "KVPageTable", "MambaCacheManager", "SlotState"),
+    "numba_kv.config": (
+        "AttentionLayer",
+        "DeploymentConfig",
+        "GatedDeltaNetLayer",
+        "LLMEngineConfig",
+        "LoRATarget",
+        "Mamba1Layer",
+        "Mamba2Layer",
+        "RecurrentLayer",
+        "RopeConfig",
+        "SpecDecodeConfig",
+        "load_deployment_config",
+        "load_engine_config",
+    ),
     "numba_kv.device": ("Stream", "Tensor", "target"),
     "numba_kv.dtypes": ("DType", "dtype"),
     "numba_kv.errors": (
@@ -36,6 +58,7 @@ _MODULES = {
     ),
     "numba_kv.geometry": ("Window",),
     "numba_kv.kernels.layout": ("Status",),
+    "numba_kv.kernels.state_commit": ("CommitStatus",),
     "numba_kv.plan": ("MemoryPlan", "plan_memory"),
     "numba_kv.shared_resources": ("SharedResources", "allocate_zero_buffer"),
     "numba_kv.weights": (
@@ -78,9 +101,11 @@ if TYPE_CHECKING:  # the same table for type checkers and editors; a test compar
         AuditReport as AuditReport,
         Batch as Batch,
         CapturedStep as CapturedStep,
+        KVSnapshot as KVSnapshot,
         Sequence as Sequence,
         StepRope as StepRope,
         StepView as StepView,
+        SwappedSequence as SwappedSequence,
     )
     from numba_kv.bindings import TensorMap as TensorMap, bind as bind
     from numba_kv.cache import (
@@ -88,12 +113,21 @@ if TYPE_CHECKING:  # the same table for type checkers and editors; a test compar
         HybridCacheManager as HybridCacheManager,
         KVCacheManager as KVCacheManager,
         KVPageTable as KVPageTable,
+        MambaCacheManager as MambaCacheManager,
+        SlotState as SlotState,
     )
     from numba_kv.config import (
         AttentionLayer as AttentionLayer,
+        DeploymentConfig as DeploymentConfig,
+        GatedDeltaNetLayer as GatedDeltaNetLayer,
         LLMEngineConfig as LLMEngineConfig,
         LoRATarget as LoRATarget,
+        Mamba1Layer as Mamba1Layer,
+        Mamba2Layer as Mamba2Layer,
+        RecurrentLayer as RecurrentLayer,
         RopeConfig as RopeConfig,
+        SpecDecodeConfig as SpecDecodeConfig,
+        load_deployment_config as load_deployment_config,
         load_engine_config as load_engine_config,
     )
     from numba_kv.device import Stream as Stream, Tensor as Tensor, target as target
@@ -118,6 +152,7 @@ if TYPE_CHECKING:  # the same table for type checkers and editors; a test compar
     )
     from numba_kv.geometry import Window as Window
     from numba_kv.kernels.layout import Status as Status
+    from numba_kv.kernels.state_commit import CommitStatus as CommitStatus
     from numba_kv.plan import MemoryPlan as MemoryPlan, plan_memory as plan_memory
     from numba_kv.shared_resources import (
         SharedResources as SharedResources,

@@ -18,6 +18,7 @@ from operator import index as as_integer
 from numba_kv.config.engine import LLMEngineConfig
 from numba_kv.config.lora_layout import LoRALayout
 from numba_kv.config.rope_layout import engine_layouts
+from numba_kv.config.state_layout import state_plans
 from numba_kv.dtypes import dtype
 from numba_kv.errors import InputError, PlanError
 from numba_kv.geometry import FULL, MAX_POOL_PAGES, RESERVED_PAGES, Window, ceil_div, ring_pages, round_up, table_pages
@@ -31,6 +32,7 @@ __all__ = [
     "MemoryPlan",
     "Region",
     "SlabPlan",
+    "check_budget",
     "lora_layout",
     "plan_memory",
 ]
@@ -42,11 +44,14 @@ RECORD_WORDS = 10
 #: What `MemoryPlan.parts` names, in words.
 PARTS = {
     "pools": "pools",
+    "states": "recurrent states",
     "tables": "tables and step data",
     "rope": "rotary tables",
     "lora": "adapters",
     "external_weights": "external weights",
 }
+#: What the names of regions of recurrent layers start with.
+STATE_PREFIXES = ("recurrent_state", "conv_state", "intermediate_", "replay_")
 #: Element type of adapters on the device.
 LORA_DTYPE = "bfloat16"
 GROUP_COLUMNS = 16
@@ -185,12 +190,19 @@ class MemoryPlan:
         return sum(g.nbytes for g in self.groups)
 
     @property
+    def state_nbytes(self) -> int:
+        """Bytes of the recurrent states, and of what verification keeps of them."""
+        return sum(r.nbytes for r in self.regions if r.name.startswith(STATE_PREFIXES))
+
+    @property
     def parts(self) -> dict[str, int]:
-        """Bytes by what they are for, those that are there: ``pools``, ``tables``, ``rope``, ``lora``, ``external_weights``."""
+        """Bytes by what they are for, those that are there; see `PARTS`."""
         found: dict[str, int] = {}
         for region in self.regions:
             first = region.name.partition(".")[0]
-            part = "pools" if first == "kv" else first if first in ("rope", "lora", "external_weights") else "tables"
+            if region.name.startswith(STATE_PREFIXES):
+                first = "states"
+            part = "pools" if first == "kv" else first if first in PARTS else "tables"
             found[part] = found.get(part, 0) + region.nbytes
         return found
 
@@ -261,7 +273,7 @@ def plan_memory(config: LLMEngineConfig, memory_bytes: int | None = None) -> Mem
     """
     if not isinstance(config, LLMEngineConfig):
         raise InputError(f"config: {type(config).__name__} given; load_engine_config makes an LLMEngineConfig")
-    budget = None if memory_bytes is None else _check_budget(memory_bytes)
+    budget = None if memory_bytes is None else check_budget(memory_bytes)
     row_pages = ceil_div(config.max_kv_cache_capacity, config.page_tokens)
     every_row = config.max_batch_size * row_pages
     wanted = config.num_kv_pages
@@ -285,7 +297,14 @@ def plan_memory(config: LLMEngineConfig, memory_bytes: int | None = None) -> Mem
     return _build(config, row_pages + fitting) if fitting else plan
 
 
-def _check_budget(memory_bytes: int) -> int:
+def check_budget(memory_bytes: int) -> int:
+    """Return a budget in bytes.
+
+    Raises
+    ------
+    PlanError
+        If it is not a positive integer.
+    """
     try:
         number = 0 if isinstance(memory_bytes, bool) else as_integer(memory_bytes)
     except TypeError:
@@ -382,6 +401,11 @@ def _regions(plan: MemoryPlan) -> list[Region]:
         for slab in group.slabs:
             name = f"kv.{group.index}.{slab.num_kv_heads}x{slab.head_dim}"
             add(name, slab.shape, config.kv_cache_dtype, slab.nbytes)
+    for state in state_plans(config):
+        add(state.name, state.shape, state.dtype, state.nbytes)
+    if config.recurrent_layer is not None and config.max_verify_tokens:
+        add("commit_paths", (rows, 2 + config.max_verify_tokens))
+        add("commit_status", (rows,))
     for group in plan.groups:
         add(f"page_tables.{group.index}", (rows, 2, group.table_width))
     for group in plan.groups:
@@ -394,6 +418,8 @@ def _regions(plan: MemoryPlan) -> list[Region]:
     for name in ("lengths", "high_water", "appended", "mapped_begin"):  # one copy a group: see kernels/advance.py
         add(name, (count, rows))
     for name in ("floors", "leased", "live", "status", "counts", "take_back", "seq_lens", "context_lens"):
+        add(name, (rows,))
+    for name in ("state_slots", "state_index"):
         add(name, (rows,))
     add("cu_seqlens_q", (rows + 1,))
     add("positions", (tokens,))

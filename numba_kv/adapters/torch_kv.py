@@ -76,6 +76,32 @@ class TorchKV:
         pool_k, pool_v = self.halves
         self.kernels[0][(tokens,)](self.k, self.v, pool_k, pool_v, slots, WIDTH=self.width, num_warps=4)
 
+    def rotate_then_write_us(self, q: Tensor, table: Tensor, positions: Tensor) -> float:
+        """Return microseconds of two Triton kernels: rotate q and k (halves, in place), then write k and v.
+
+        Parameters
+        ----------
+        q : Tensor bfloat16 [T, Hq, D]
+            Dense.
+        table : Tensor float32 [1, S, D]
+            Cosines of all pairs, then sines.
+        positions : Tensor int32 [T]
+            Position of each token.
+        """
+        import torch
+
+        rotated, rows, at = (torch.from_dlpack(t) for t in (q, table, positions))
+        tokens, query_heads, dim = rotated.shape
+        heads = self.width // dim
+
+        def work() -> None:
+            self.kernels[2][(tokens,)](
+                rotated, self.k, rows, at, QUERY_HEADS=query_heads, HEADS=heads, HALF=dim // 2, num_warps=4
+            )
+            self.write(tokens, self.slots)
+
+        return _median_us(work)
+
     def decode_us(self, tokens: int, slots: Tensor, steps: int) -> float:
         """Return microseconds of one small Triton write inside a graph of `steps`."""
         import torch
@@ -110,7 +136,7 @@ def _median_us(work: Callable[[], object], repeat: int = 15, inner: int = 5) -> 
     return float(sorted(times)[repeat // 2])
 
 
-def _kernels() -> tuple[Any, Any]:
+def _kernels() -> tuple[Any, Any, Any]:
     import triton
     import triton.language as tl
 
@@ -136,4 +162,24 @@ def _kernels() -> tuple[Any, Any]:
         tl.store(k + token * WIDTH + at, k_row)
         tl.store(v + token * WIDTH + at, v_row)
 
-    return write, gather
+    @triton.jit
+    def rotate(q, k, table, positions, QUERY_HEADS: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr):
+        token = tl.program_id(0).to(tl.int64)
+        lane = tl.arange(0, HALF)
+        row = table + tl.load(positions + token).to(tl.int64) * 2 * HALF
+        cos = tl.load(row + lane)[None, :]
+        sin = tl.load(row + HALF + lane)[None, :]
+        at = tl.arange(0, QUERY_HEADS)[:, None] * 2 * HALF + lane[None, :]
+        q_row = q + token * QUERY_HEADS * 2 * HALF
+        first = tl.load(q_row + at).to(tl.float32)
+        second = tl.load(q_row + at + HALF).to(tl.float32)
+        tl.store(q_row + at, (first * cos - second * sin).to(tl.bfloat16))
+        tl.store(q_row + at + HALF, (second * cos + first * sin).to(tl.bfloat16))
+        at = tl.arange(0, HEADS)[:, None] * 2 * HALF + lane[None, :]
+        k_row = k + token * HEADS * 2 * HALF
+        first = tl.load(k_row + at).to(tl.float32)
+        second = tl.load(k_row + at + HALF).to(tl.float32)
+        tl.store(k_row + at, (first * cos - second * sin).to(tl.bfloat16))
+        tl.store(k_row + at + HALF, (second * cos + first * sin).to(tl.bfloat16))
+
+    return write, gather, rotate

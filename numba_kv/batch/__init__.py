@@ -6,8 +6,20 @@ from numba_kv.batch.audit import AuditReport
 from numba_kv.batch.batch import Batch
 from numba_kv.batch.capture import CapturedStep
 from numba_kv.batch.sequence import Sequence
+from numba_kv.batch.snapshot import KVSnapshot
 from numba_kv.batch.stats import BatchStats
 from numba_kv.batch.step_rope import StepRope
+from numba_kv.batch.swapped import SwappedSequence
 from numba_kv.batch.view import StepView
 
-__all__ = ["AuditReport", "Batch", "BatchStats", "CapturedStep", "Sequence", "StepRope", "StepView"]
+__all__ = [
+    "AuditReport",
+    "Batch",
+    "BatchStats",
+    "CapturedStep",
+    "KVSnapshot",
+    "Sequence",
+    "StepRope",
+    "StepView",
+    "SwappedSequence",
+]

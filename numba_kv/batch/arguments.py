@@ -62,6 +62,8 @@ def listed(name: str, values: Any) -> list[Any]:
     InputError
         If it is none.
     """
+    if type(values) is list:
+        return values.copy()
     try:
         items = iter(values)
     except TypeError:

@@ -10,6 +10,7 @@ import numpy as np
 from numba_kv.errors import InvariantError, StateError
 from numba_kv.kernels.layout import Status
 from numba_kv.ledger.pages import PoolFigures
+from numba_kv.ledger.sharing import check_shared
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -80,10 +81,11 @@ def audit_batch(ledger: RowLedger, buffers: StepBuffers) -> AuditReport:
 
 
 def _check_host(ledger: RowLedger) -> None:
-    """Check that every page has one owner, and that rows hold what their lengths need."""
+    """Check that every page has one owner or only readers, and that rows hold what their lengths need."""
     full = ledger.plan.groups[0]
     held = [ledger.pages[row, : ledger.leased[row]] for row in np.flatnonzero(ledger.live)]
     ledger.pool.check(np.concatenate(held) if held else np.zeros(0, np.int32))
+    check_shared(ledger)
     if not full.is_empty and np.any(ledger.leased * full.page_tokens < ledger.hi):
         raise InvariantError("a row is longer than the pages it holds")
     for g, group in enumerate(ledger.plan.groups):

@@ -14,10 +14,12 @@ import numpy as np
 from numba_kv.batch.arguments import device_counts, integer, listed, one_prompt, positive, prompt_length
 from numba_kv.batch.audit import AuditReport, audit_batch
 from numba_kv.batch.derived import DerivedForms
-from numba_kv.batch.hostless import HostlessSteps
 from numba_kv.batch.launches import DeviceCounts
 from numba_kv.batch.permutation import fill_holes
-from numba_kv.batch.sequence import Sequence
+from numba_kv.batch.row_adapters import RowAdapters
+from numba_kv.batch.sequence import Sequence, rows_of, start_sequences
+from numba_kv.batch.sequence_moves import SequenceMoves
+from numba_kv.batch.state_rows import StateRows, check_state_rewind
 from numba_kv.batch.stats import BatchStats
 from numba_kv.batch.stepper import Stepper
 from numba_kv.batch.view import StepView
@@ -36,13 +38,20 @@ if TYPE_CHECKING:
 __all__ = ["Batch"]
 
 
-class Batch(HostlessSteps):
-    """Takes over the tables of a SharedResources and serves sequences with them. One at a time; `close` gives them back.
+class Batch(SequenceMoves):
+    """Takes over the tables of a model and serves sequences with them. One at a time; `close` gives them back.
 
     Parameters
     ----------
     resources : SharedResources
         Borrowed; must stay open as long as the batch is used.
+    index : int
+        Model whose tables are taken: 0 is the base, 1 a draft with a cache of its own. Each has lengths of its own. Rows of
+        both agree as long as both get the same admissions, retirements and moves.
+    scrub : {"never", "on_nonfinite", "always", "poison"}
+        What becomes of pages when they are free, before anybody else gets them: nothing; elements that are not finite become
+        zero; all become zero; all become NaN, a test mode that finds readers of what is not theirs. One kernel for each slab
+        and row; `close` alone scrubs nothing (`clear` does). The null page is never written.
 
     Attributes
     ----------
@@ -52,7 +61,7 @@ class Batch(HostlessSteps):
     Raises
     ------
     InputError, StateError
-        If `resources` is no SharedResources, is closed, or has a batch.
+        If `resources` is no SharedResources, is closed, has no such model, or has a batch of it.
     CapacityError
         If the host has not enough memory.
 
@@ -62,22 +71,27 @@ class Batch(HostlessSteps):
     work is enqueued on ``resources.stream``.
     """
 
-    def __init__(self, resources: SharedResources) -> None:
+    def __init__(self, resources: SharedResources, *, index: int = 0, scrub: str = "never") -> None:
         if not isinstance(resources, SharedResources):
             raise InputError(f"resources: {type(resources).__name__} is not a SharedResources")
         self.resources = resources
-        self.plan = resources.plan
+        self.plan = resources.get_plan(index)
+        caches = resources.cache_managers[index]
         self._sequences: dict[int, Sequence] = {}
         self._rows = self.plan.config.max_batch_size
         self.guard = CallGuard(resources.device, "Batch")
         self._has_given_back = False
         with resources.device.active():
             try:
-                resources.attach(self)
-                self._buffers = resources.cache_managers[0].step_buffers
+                resources.attach(self, index)
+                self._buffers = caches.step_buffers
                 self._buffers.reset()
                 self.stepper = Stepper(self._buffers, self.guard)
-                self.derived = DerivedForms(self._buffers, self.guard, resources.take_once)
+                if self.plan.config.num_recurrent_layers:
+                    self.stepper.launches.states = StateRows(caches.mamba_cache, self._buffers)
+                self._adapters = RowAdapters(None if index else resources.lora_manager, self._rows)
+                self._open_moves(caches.kv_cache, scrub)
+                self.derived = DerivedForms(self._buffers, self.guard, resources.taker(index))
             except BaseException as error:
                 self.guard.is_closed = True
                 resources.detach(self)
@@ -88,7 +102,7 @@ class Batch(HostlessSteps):
 
     # -- composition ---------------------------------------------------------------------------------------------
 
-    def admit(self, tokens: Any = None, *, num_tokens: int | None = None) -> Sequence:
+    def admit(self, tokens: Any = None, *, num_tokens: int | None = None, adapter: str | None = None) -> Sequence:
         """Give a new sequence a row.
 
         Parameters
@@ -97,17 +111,20 @@ class Batch(HostlessSteps):
             Its prompt.
         num_tokens : int, optional
             Instead: how many tokens the prompt has.
+        adapter : str, optional
+            Name of the LoRA adapter that the sequence computes with; see `update`.
 
         Raises
         ------
         InputError
-            If neither or both are given, or the prompt is empty or not one-dimensional.
+            If neither or both are given, or the prompt is empty or not one-dimensional; if the adapter is not loaded.
         CapacityError
             If no row is free, or the prompt is longer than a row.
 
         Stream: enqueues one copy and one kernel.
         """
-        return self.update(admit=[one_prompt(tokens, num_tokens)])[0]
+        adapters = None if adapter is None else [adapter]
+        return self.update(admit=[one_prompt(tokens, num_tokens)], adapters=adapters)[0]
 
     def retire(self, sequence: Sequence) -> None:
         """End a sequence: its row becomes empty and its pages are free.
@@ -125,7 +142,9 @@ class Batch(HostlessSteps):
         """Retire every sequence. Addresses stay, so captured steps stay right. Stream: as `retire`."""
         self.update(retire=self.sequences)
 
-    def update(self, *, retire: Iterable[Sequence] = (), admit: Iterable[Any] = ()) -> list[Sequence]:
+    def update(
+        self, *, retire: Iterable[Sequence] = (), admit: Iterable[Any] = (), adapters: Iterable[str | None] | None = None
+    ) -> list[Sequence]:
         """Retire and admit several sequences at once; rows that become free can be taken again in the same call.
 
         Parameters
@@ -134,6 +153,9 @@ class Batch(HostlessSteps):
             Sequences that end.
         admit : iterable of (sequence of int) or int
             Prompts, or their token counts.
+        adapters : iterable of (str or None), optional
+            LoRA adapter of each admitted sequence: the bytes that the name has now, loaded as long as the sequence lives. From
+            the first one on, the batch decides about `LoRAManager.adapter_ids`, which follow the rows.
 
         Returns
         -------
@@ -143,34 +165,38 @@ class Batch(HostlessSteps):
         Raises
         ------
         StateError, InputError, CapacityError
-            As `retire` and `admit`; nothing was changed then.
+            As `retire` and `admit`.
 
-        Stream: enqueues one copy and one kernel, whatever the number.
+        Stream: enqueues one copy and one kernel, whatever the number; one more copy if adapters of rows change.
         """
         retired, admitted = listed("retire", retire), listed("admit", admit)
         with self.guard:
-            leaving = [self._row_of(s, "retire") for s in retired]
-            if len(set(leaving)) != len(leaving):
+            leaving = rows_of(retired, self._sequences)
+            if leaving is None:
+                for sequence in retired:
+                    self._row_of(sequence, "retire")
                 raise InputError("retire: a sequence is named twice")
-            capacity, ledger = self.plan.config.max_kv_cache_capacity, self.stepper.ledger
+            capacity = self.plan.config.max_kv_cache_capacity
             prompts = [p if type(p) is int and 0 < p <= capacity else prompt_length(p, capacity) for p in admitted]
-            free = ledger.free_rows + len(leaving)
-            if len(prompts) > free:
-                raise CapacityError(
-                    f"rows: {len(prompts)} sequences are to be admitted, {free} of {self._rows} rows are free; "
-                    "retire some or plan with a larger max_batch_size",
-                    needed=len(prompts),
-                    free=free,
-                )
+            self._check_rows(len(prompts), len(leaving))
             if not leaving and not prompts:
                 return []
-            number = ledger.admitted
-            rows = self.stepper.update(leaving, prompts)
-            for sequence in retired:
+            first, active = self.stepper.ledger.admitted + 1, self._sequences
+            held = None if adapters is None else self._adapters.hold(adapters, len(prompts))
+            try:
+                rows = self.stepper.update(leaving, prompts)
+            except BaseException:
+                self._adapters.release(held or ())
+                raise
+            for sequence, row in zip(retired, leaving, strict=True):
                 sequence.state = "retired"
-                del self._sequences[sequence.row]
-            made = [Sequence(self, row, number + i, n) for i, (row, n) in enumerate(zip(rows, prompts, strict=True), 1)]
-            self._sequences.update(zip(rows, made, strict=True))
+                del active[row]
+            made = start_sequences(self, active, rows, prompts, first)
+            if held is not None:
+                self._adapters.start(made, held)
+            if self._adapters.in_use:
+                self._adapters.end(retired)
+                self._adapters.follow(active)
             return made
 
     def compact(self, order: Iterable[Sequence] | None = None) -> dict[Sequence, int]:
@@ -215,6 +241,7 @@ class Batch(HostlessSteps):
             self._sequences = {to: before[source] for to, source in enumerate(sources.tolist()) if source in before}
             for row, sequence in self._sequences.items():
                 sequence.move(row)
+            self._adapters.follow(self._sequences)
             return {self._sequences[row]: row for row in moved.tolist() if row in self._sequences}
 
     # -- steps ---------------------------------------------------------------------------------------------------
@@ -282,8 +309,10 @@ class Batch(HostlessSteps):
         InputError, StateError
             If a count is not in that range, or a sequence is not active.
         RewindTooFar
-            If a window's ring no longer holds what the shorter sequence sees. Never up to `max_step_tokens` tokens below
-            the longest length, and never for a whole sequence.
+            If a window's ring no longer holds what the shorter sequence sees: never up to `max_step_tokens` tokens below the
+            longest length. Or if the last tokens that stay, and more, lie in pages which other sequences read too (`fork`).
+            Or if the model has recurrent layers and more tokens are taken back than a verification step runs, whose states
+            the caller commits (`MambaCacheManager.scatter_accepted_linear_states`). Never for a whole sequence.
 
         Stream: enqueues one copy and two kernels.
         """
@@ -299,11 +328,16 @@ class Batch(HostlessSteps):
                 number = integer(count)
                 if number is None or not 1 <= number <= length:
                     raise InputError(f"rewind: {count!r} tokens of {sequence!r} is not in 1..{length} (its length)")
+                if number < length:
+                    check_state_rewind(self.plan.config, "rewind", number)
                 problem = ledger.rewind_problem(row, length - number)
                 if problem:
                     raise RewindTooFar(f"rewind: {sequence!r} cannot go back to {length - number} tokens: {problem}")
                 back[row] = number
             self.stepper.rewind(back)
+            emptied = [row for row in np.flatnonzero(back).tolist() if not ledger.hi[row]]
+            if emptied and self.stepper.launches.states is not None:
+                self.stepper.launches.states.clear(emptied)
 
     def sync_lengths(self) -> None:
         """Read the lengths from the device, so that the host knows them exactly again.
@@ -338,29 +372,6 @@ class Batch(HostlessSteps):
         return [self._sequences[row] for row in sorted(self._sequences)]
 
     @property
-    def free_rows(self) -> int:
-        """Rows without a sequence."""
-        self.guard.check_open()
-        return self.stepper.ledger.free_rows
-
-    @property
-    def free_pages(self) -> int:
-        """Pages of the full-attention pool that no row holds."""
-        self.guard.check_open()
-        return self.stepper.ledger.pool.free_pages
-
-    def can_admit(self, num_tokens: int = 1) -> bool:
-        """Return whether a row is free and the pool holds a prompt of `num_tokens` now."""
-        self.guard.check_open()
-        number = integer(num_tokens)
-        if number is None or number < 1:
-            raise InputError(f"num_tokens: {num_tokens!r} is not a positive integer")
-        full = self.plan.groups[0]
-        if number > self.plan.config.max_kv_cache_capacity or not self.free_rows:
-            return False
-        return full.is_empty or -(-number // full.page_tokens) <= self.free_pages
-
-    @property
     def stats(self) -> BatchStats:
         """Counters; a copy. Keeps nobody out, so that any thread may look."""
         return self.stepper.counters()
@@ -379,6 +390,8 @@ class Batch(HostlessSteps):
         """
         with self.guard:
             self.stepper.learn()
+            if self.stepper.launches.states is not None:
+                self.stepper.launches.states.audit(self.stepper.ledger.live)
             return audit_batch(self.stepper.ledger, self._buffers)
 
     def close(self) -> None:
@@ -388,10 +401,13 @@ class Batch(HostlessSteps):
         self.guard.close()
         for sequence in self._sequences.values():
             sequence.state = "retired"
+        if not self.resources.is_closed:
+            self._adapters.end(self._sequences.values())
         self._sequences.clear()
         if not self.resources.is_closed:  # which has given back what is below
             with self.resources.device.active():
                 try:
+                    self._close_moves()
                     self.stepper.close()
                     self._buffers.reset()
                 finally:
@@ -457,4 +473,7 @@ class Batch(HostlessSteps):
         return np.where(self.stepper.ledger.live, number, 0)
 
     def _driven(self, counts: Any, take_back: Any, accepted: Any) -> DeviceCounts | None:
-        return device_counts(self.resources.device, self._rows, counts, take_back, accepted)
+        driven = device_counts(self.resources.device, self._rows, counts, take_back, accepted)
+        if driven is not None and driven.back is not None:
+            check_state_rewind(self.plan.config, "take_back")
+        return driven

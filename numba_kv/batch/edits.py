@@ -64,6 +64,14 @@ class EditBlock:
         records[:, layout.CLEAR_TO] = np.maximum(ends, held)
         self._records, self._ids = records, ids
 
+    def lower_floors(
+        self, rows: NDArray[np.int64], floors: NDArray[np.int64], keep: NDArray[np.int64], held: NDArray[np.int64]
+    ) -> None:
+        """Give rows a lower floor; of their ``held[i]`` pages the first ``keep[i]`` stay mapped."""
+        self.set_pages(rows, keep, np.zeros_like(keep), np.zeros(0, np.int32), held)
+        self._records[:, layout.FLAGS] = layout.FLOOR
+        self._records[:, layout.LOW_TOKENS] = floors
+
     def set_layout(self, counts: NDArray[np.int64], cu_seqlens: NDArray[np.int64], old_tokens: int = 0) -> None:
         """Set the counts of the next step and where each row's tokens start; the layout before had `old_tokens` tokens."""
         self._layout = (counts, cu_seqlens)

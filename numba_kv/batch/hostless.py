@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from typing import TYPE_CHECKING, Any
 
 from numba_kv.batch.arguments import at_least_one, integer
 from numba_kv.batch.capture import CapturedStep
+from numba_kv.batch.room import BatchRoom
 from numba_kv.device.graph import is_capturing
-from numba_kv.device.unique import Unique
 from numba_kv.errors import CapacityError, InputError
 
 if TYPE_CHECKING:
@@ -16,21 +16,15 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from numba_kv.batch.launches import DeviceCounts
-    from numba_kv.batch.stepper import Stepper
-    from numba_kv.device.guard import CallGuard
-    from numba_kv.plan import MemoryPlan
     from numba_kv.shared_resources import SharedResources
 
 __all__ = ["HostlessSteps"]
 
 
-class HostlessSteps(Unique, ABC):
+class HostlessSteps(BatchRoom):
     """Part of Batch: capture a step, or enqueue it into a capture of the caller's; make room before, note it after."""
 
     resources: SharedResources
-    plan: MemoryPlan
-    guard: CallGuard
-    stepper: Stepper
 
     def capture(
         self, tokens: int = 1, *, steps: int = 1, counts: Any = None, take_back: Any = None, accepted: Any = None

@@ -12,6 +12,7 @@ from numba_kv.device import Staging
 from numba_kv.kernels import layout
 from numba_kv.kernels.advance import advance
 from numba_kv.kernels.edit import apply_edits, permute_rows
+from numba_kv.kernels.place import place_rows
 from numba_kv.kernels.slots import fill_carry, fill_slots
 
 if TYPE_CHECKING:
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from numba_kv.batch.edits import EditBlock
+    from numba_kv.batch.state_rows import StateRows
     from numba_kv.cache.step_buffers import StepBuffers
     from numba_kv.device import Stream, Tensor
     from numba_kv.kernels.jit import Launch
@@ -70,7 +72,13 @@ class StepLaunches:
         The launch of a decode step.
     items : int
         Items of `advance`: one a row and group.
+    acquire : callable
+        Returns the words of the next block to send.
+    states : StateRows or None
+        Where rows find their recurrent states; None if the model has none. Set by the batch.
     """
+
+    states: StateRows | None = None
 
     def __init__(self, buffers: StepBuffers) -> None:
         self._buffers = buffers
@@ -80,7 +88,9 @@ class StepLaunches:
         self.items = self._rows * len(buffers.plan.groups)  # of `advance`
         self._max_step_tokens = config.max_step_tokens
         self._windows = sum(not g.window.is_full for g in buffers.plan.groups)
+        self._edits = buffers.edits.address
         self._staging = Staging(self._device, buffers.edits.size, initial_blocks=4)
+        self.acquire = self._staging.acquire
         self._tile = 1 if self._device.target == "cuda" else 256
         arena = buffers.arena
         state = {
@@ -121,8 +131,11 @@ class StepLaunches:
             "old_tokens": 0,
         }
         self._apply = apply_edits.bind(self._device, edits)
-        self._resets = apply_edits.bind(self._device, edits)  # never has a layout
+        self._resets = apply_edits.bind(self._device, {**edits, "num_records": -1})  # no item is a layout
         self._permute = permute_rows.bind(self._device, {**state, **tables, "edits": buffers.edits})
+        placed = {name: state[name] for name in state if name not in ("live", "status")}
+        self._place_values: dict[str, Tensor | int] = {**placed, **tables, "edits": buffers.edits}
+        self._place: Launch | None = None
         step_data = {
             "context_lens": buffers.context_lens,
             "seq_lens": buffers.seq_lens,
@@ -205,17 +218,16 @@ class StepLaunches:
             old_tokens=block.old_tokens,
         )
 
-    def acquire(self) -> NDArray[np.int32]:
-        """Return the words of the next block to send."""
-        return self._staging.acquire()
-
     def send(self, num_words: int, records: int) -> None:
         """Send records that are in the acquired words: one copy, one kernel."""
-        self._send(num_words)
-        self._resets(records, self._device.stream, num_records=records)
+        stream = self._device.stream
+        self._staging.send_to(self._edits, num_words, stream)
+        self._resets(records, stream)
+        if self.states is not None:
+            self.states.change(records)
 
     def _send(self, num_words: int) -> None:
-        self._staging.send([(0, num_words, self._buffers.edits, 0)], self._device.stream)
+        self._staging.send_to(self._edits, num_words, self._device.stream)
 
     def permute(self, cycles: list[list[int]]) -> None:
         """Move rows along cycles: one copy, one kernel."""
@@ -224,9 +236,18 @@ class StepLaunches:
         rows = [row for cycle in cycles for row in cycle]
         words[: len(starts)] = starts
         words[len(starts) : len(starts) + len(rows)] = rows
-        stream = self._device.stream
-        self._staging.send([(0, len(starts) + len(rows), self._buffers.edits, 0)], stream)
-        self._permute(len(cycles), stream)
+        self._send(len(starts) + len(rows))
+        self._permute(len(cycles), self._device.stream)
+        if self.states is not None:
+            self.states.permute(cycles)
+
+    def place(self, records: NDArray[np.int32]) -> None:
+        """Send records of `place_rows`: one copy, one kernel. Bound on first use."""
+        if self._place is None:
+            self._place = place_rows.bind(self._device, self._place_values)
+        self._staging.acquire()[: records.size] = records.ravel()
+        self._send(records.size)
+        self._place(len(records), self._device.stream)
 
     def close(self) -> None:
         """Give the staging blocks back. Stream: waits for copies in flight."""

@@ -11,7 +11,7 @@ from numba_kv.errors import InvariantError
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["cycles_of", "fill_holes"]
+__all__ = ["completed", "cycles_of", "fill_holes"]
 
 
 def fill_holes(live: NDArray[np.bool_]) -> NDArray[np.int64]:
@@ -24,6 +24,16 @@ def fill_holes(live: NDArray[np.bool_]) -> NDArray[np.int64]:
         raise InvariantError(f"{len(holes)} holes and {len(movers)} rows to fill them")
     sources[holes], sources[movers] = movers, holes
     return sources
+
+
+def completed(sources: dict[int, int], rows: int) -> NDArray[np.int64]:
+    """Return sources of all rows from those of some; the others stay where they are if they can."""
+    order = np.arange(rows)
+    order[list(sources)] = list(sources.values())
+    taken = set(sources.values())
+    open_rows = [row for row in range(rows) if row not in sources and row in taken]  # what they held is elsewhere
+    order[open_rows] = [row for row in range(rows) if row in sources and row not in taken]
+    return order
 
 
 def cycles_of(sources: NDArray[np.int64]) -> list[list[int]]:

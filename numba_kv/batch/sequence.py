@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from numba_kv.device.unique import Unique
 from numba_kv.errors import StateError
 
 if TYPE_CHECKING:
     from numba_kv.batch.batch import Batch
+    from numba_kv.weights.lora_slots import LoRAAdapter
 
-__all__ = ["Sequence"]
+__all__ = ["Sequence", "rows_of", "start_sequences"]
 
 
 class Sequence(Unique):
-    """Handle of a sequence. Made by `Batch.admit`; host only.
+    """Handle of a sequence. Made by `Batch.admit` (through `start_sequences`); host only.
 
     Attributes
     ----------
@@ -24,16 +25,18 @@ class Sequence(Unique):
         Tokens it was admitted with.
     state : {"active", "retired"}
         Whether it still has a row.
+    adapter : LoRAAdapter or None
+        The adapter it was admitted with: those bytes, whatever is loaded under the name later.
     """
 
-    __slots__ = ("_batch", "_row", "generation", "prompt_tokens", "state")
+    __slots__ = ("_batch", "_row", "adapter", "generation", "prompt_tokens", "state")
 
-    def __init__(self, batch: Batch, row: int, generation: int, prompt_tokens: int) -> None:
-        self._batch = batch
-        self._row = row
-        self.generation = generation
-        self.prompt_tokens = prompt_tokens
-        self.state = "active"
+    _batch: Batch
+    _row: int
+    generation: int
+    prompt_tokens: int
+    state: str
+    adapter: LoRAAdapter | None
 
     @property
     def row(self) -> int:
@@ -64,3 +67,30 @@ class Sequence(Unique):
 
     def __repr__(self) -> str:
         return f"Sequence(row {self.row}, generation {self.generation}, {self.state})"
+
+
+def start_sequences(
+    batch: Batch, active: dict[int, Sequence], rows: list[int], prompts: list[int], first: int
+) -> list[Sequence]:
+    """Put new sequences of `batch`, numbered from `first` on, into `active` by their rows; return them."""
+    made = []
+    for row, prompt_tokens in zip(rows, prompts, strict=True):
+        active[row] = sequence = Sequence()  # without an __init__, which would double its cost: a model waits for these
+        sequence._batch = batch
+        sequence._row = row
+        sequence.generation = first
+        sequence.prompt_tokens = prompt_tokens
+        sequence.state, sequence.adapter = "active", None
+        made.append(sequence)
+        first += 1
+    return made
+
+
+def rows_of(sequences: list[Any], active: dict[int, Sequence]) -> list[int] | None:
+    """Return the rows of `sequences` if each is what `active` has in its row, and named once; else None."""
+    find = active.get
+    try:
+        rows = [row for sequence in sequences if find(row := sequence._row) is sequence]
+    except (AttributeError, TypeError):  # something else than a sequence
+        return None
+    return rows if len(rows) == len(sequences) == len(set(rows)) else None

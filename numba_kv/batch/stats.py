@@ -20,7 +20,13 @@ class BatchStats:
     launches : int
         Kernels enqueued.
     admitted, retired, rewinds : int
-        Calls that succeeded, in sequences.
+        Calls that succeeded, in sequences; those forked or swapped in are admitted too, those swapped out retired.
+    forked, swapped_out, swapped_in : int
+        Of these.
+    copied_pages : int
+        Pages copied to forks, counted once for all layers of a group.
+    swapped_out_bytes, swapped_in_bytes : int
+        K and V moved to host memory and back.
     bytes_to_device : int
         Bytes sent by steps and composition changes.
     steady_bytes_to_device : int
@@ -38,6 +44,12 @@ class BatchStats:
     admitted: int = 0
     retired: int = 0
     rewinds: int = 0
+    forked: int = 0
+    swapped_out: int = 0
+    swapped_in: int = 0
+    copied_pages: int = 0
+    swapped_out_bytes: int = 0
+    swapped_in_bytes: int = 0
     bytes_to_device: int = 0
     steady_bytes_to_device: int = 0
     page_blocks: int = 0

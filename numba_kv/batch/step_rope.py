@@ -28,11 +28,13 @@ class StepRope:
     ----------
     resources : SharedResources
         Borrowed.
+    index : int
+        Model; 0 is the base, 1 the draft. A draft without a cache of its own gathers by the positions of the base's step.
 
     Attributes
     ----------
     tables : tuple of RopeTable
-        ``resources.rope_tables``: none, one, or those of sliding and of full layers.
+        ``resources.get_rope_tables(index)``: none, one, or those of sliding and of full layers.
     rows : tuple of Tensor
         float32 [T, D] of each table at fixed addresses, T the most tokens of a step; what `bind_rope` takes.
     row_sets : tuple of Tensor or None
@@ -42,27 +44,30 @@ class StepRope:
     Raises
     ------
     InputError, StateError
-        If `resources` is no SharedResources, or is closed.
+        If `resources` is no SharedResources or is closed, or there is no such model.
 
     Stream: enqueues the start of `row_sets` and waits. Cost: ``4 * T * D`` bytes a table; compiles on first use.
     """
 
-    def __init__(self, resources: SharedResources) -> None:
+    def __init__(self, resources: SharedResources, *, index: int = 0) -> None:
         if not isinstance(resources, SharedResources):
             raise InputError(f"resources: {type(resources).__name__} is not a SharedResources")
         if resources.is_closed:
             raise StateError("SharedResources is closed")
-        self.tables = resources.rope_tables
-        self._buffers = buffers = resources.cache_managers[0].step_buffers
-        self.row_sets = tuple(self._sets(resources, i, table) for i, table in enumerate(self.tables))
-        capacity = resources.config.max_kv_cache_capacity
+        caches = resources.get_caches(index)
+        self.tables = resources.get_rope_tables(index)
+        self._buffers = buffers = caches.step_buffers
+        self._device = resources.device
+        self._take = resources.taker(index)
+        config = caches.plan.config
+        self.row_sets = tuple(self._sets(config.max_batch_size, i, table) for i, table in enumerate(self.tables))
         self._gathers = tuple(
             resources.rope_pool.gather(
                 table,
                 buffers.positions,
-                capacity=capacity,
+                capacity=config.max_kv_cache_capacity,
                 row_sets=None if sets is None else RowSets(buffers.cu_seqlens_q, sets),
-                rows=self._rows(resources, i, table),
+                rows=self._rows(i, table),
             )
             for i, (table, sets) in enumerate(zip(self.tables, self.row_sets, strict=True))
         )
@@ -120,28 +125,25 @@ class StepRope:
             raise InputError(f"table: {table!r} is not one with several row sets; the others need none")
         sets.fill_from(values)
 
-    def _rows(self, resources: SharedResources, place: int, table: RopeTable) -> Tensor:
-        shape = (self._buffers.positions.shape[0], table.config.rotary_dim)
-        return _tensor(resources, f"rope_rows.{place}", "float32", shape)
+    def _rows(self, place: int, table: RopeTable) -> Tensor:
+        return self._tensor(f"rope_rows.{place}", "float32", (self._buffers.positions.shape[0], table.config.rotary_dim))
 
-    def _sets(self, resources: SharedResources, place: int, table: RopeTable) -> Tensor | None:
+    def _sets(self, rows: int, place: int, table: RopeTable) -> Tensor | None:
         import numpy as np
 
         if table.sets.shape[0] == 1:
             return None
-        rows = resources.config.max_batch_size
-        found = _tensor(resources, f"rope_row_sets.{place}", "int32", (rows,))
+        found = self._tensor(f"rope_row_sets.{place}", "int32", (rows,))
         one_each = len(table.limits) == 1 and table.num_rows >= rows
         found.fill_from(np.arange(rows, dtype=np.int32) if one_each else np.full(rows, -1, np.int32))
         return found
 
+    def _tensor(self, name: str, kind: str, shape: tuple[int, ...]) -> Tensor:
+        """Return memory of the resources, the same for every StepRope of a model that is made."""
+        nbytes = dtype(kind).itemsize
+        for extent in shape:
+            nbytes *= extent
+        return Tensor(self._take(name, round_up(nbytes, 256)), self._device, dtype(kind), shape)
+
     def __repr__(self) -> str:
         return f"StepRope({len(self.tables)} tables)"
-
-
-def _tensor(resources: SharedResources, name: str, kind: str, shape: tuple[int, ...]) -> Tensor:
-    """Return memory of the resources, the same for every StepRope that is made."""
-    nbytes = dtype(kind).itemsize
-    for extent in shape:
-        nbytes *= extent
-    return Tensor(resources.take_once(name, round_up(nbytes, 256)), resources.device, dtype(kind), shape)

@@ -6,6 +6,7 @@ Every method plans first, enqueues, and notes the outcome last, so that an error
 from __future__ import annotations
 
 import bisect
+from struct import pack_into
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,16 +18,18 @@ from numba_kv.batch.permutation import cycles_of
 from numba_kv.batch.reservation import Launched, Reservation
 from numba_kv.batch.stats import BatchStats
 from numba_kv.batch.view import StepView
-from numba_kv.device.graph import is_capturing
 from numba_kv.errors import CapacityError, InputError, StateError
-from numba_kv.kernels.row_changes import lowest_free, note_change, write_resets
+from numba_kv.kernels import layout
+from numba_kv.kernels.row_changes import note_change, write_change
 from numba_kv.ledger.leases import LeasePlan, plan_leases
 from numba_kv.ledger.rows import FIRST_WINDOW, RowLedger
+from numba_kv.ledger.sharing import lower_floors, plan_floors
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from numba_kv.batch.launches import DeviceCounts
+    from numba_kv.batch.scrub import RowScrubs
     from numba_kv.cache.step_buffers import StepBuffers
     from numba_kv.device import Stream
     from numba_kv.device.graph import Graph
@@ -44,6 +47,8 @@ class Stepper:
         The host mirror; `settle` brings it up to date.
     stats : BatchStats
         Counters.
+    scrubs : RowScrubs or None
+        Scrubs pages that become free; None: nobody does. Set by the batch.
     """
 
     def __init__(self, buffers: StepBuffers, guard: CallGuard) -> None:
@@ -55,12 +60,15 @@ class Stepper:
         self.stats = BatchStats()
         self.launches = StepLaunches(buffers)
         self.reservation = Reservation()
+        self.scrubs: RowScrubs | None = None
         self._rows = rows
         self._guard = guard
         self._even = EvenSteps(rows)
         self._layout = np.zeros(rows, np.int64)  # counts that the device's layout says now
         self._layout_tokens = 0  # tokens of that layout
-        self._changes = np.zeros(rows, np.int8)  # what `lowest_free` marks
+        self._request = np.zeros(3 * rows, np.int64)  # of `write_change`, as the next
+        self._request_words = self._request.data
+        self._changes = np.zeros(rows, np.int8)
         self._last = np.zeros(rows, np.int64)  # most tokens that each row's last step appended
 
     # -- composition ---------------------------------------------------------------------------------------------
@@ -69,34 +77,39 @@ class Stepper:
         """Empty rows and start sequences in the lowest free ones; return the rows of the new sequences."""
         self.begin()
         ledger, pool = self.ledger, self.ledger.pool
-        left, joining = np.array(leaving, np.int64), np.empty(len(prompts), np.int64)
-        records = lowest_free(ledger.live, self._changes, left, joining)
+        request, leave, join = self._request, len(leaving), len(prompts)
+        total = leave + join
+        pack_into(f"{total}q", self._request_words, 0, *leaving, *prompts)  # half of NumPy's time, for so few
         words = self.launches.acquire()
-        num_words = write_resets(words, self._changes, records, ledger.leased, ledger.lo, ledger.hi, ledger.ring_pages)
+        numbers, live = ledger.numbers, ledger.live
+        records, num_words = write_change(request, leave, join, words, live, self._changes, numbers, ledger.ring_pages)
         self._start_change()
+        if self.scrubs is not None:
+            self.stats.launches += self.scrubs.leaving(leaving)
         before = self.device.bytes_to_device
         self.launches.send(num_words, records)
         self._count(before)
         top, rotated = note_change(
-            left,
-            joining,
-            np.array(prompts, np.int64),
+            request,
+            leave,
+            join,
             ledger.admitted,
-            ledger.live,
-            ledger.numbers,
+            live,
+            numbers,
             ledger.pages,
             pool.stack,
             pool.free_pages,
+            pool.shares,
             self._last,
             self._layout,  # the device's counts of these rows are 0 now: the next step sends its layout
             FIRST_WINDOW,
         )
-        ledger.note_change(len(left), len(joining), top)
-        self.stats.rotated_pages += rotated
-        self.stats.retired += len(left)
-        self.stats.admitted += len(joining)
-        rows: list[int] = joining.tolist()
-        return rows
+        ledger.note_change(leave, join, top)
+        stats = self.stats
+        stats.rotated_pages += rotated
+        stats.retired += leave
+        stats.admitted += join
+        return self._request_words[total : total + join].tolist()
 
     def permute(self, sources: NDArray[np.int64]) -> None:
         """Make row i what row ``sources[i]`` was."""
@@ -108,6 +121,30 @@ class Stepper:
         self.ledger.permute(sources)
         self._last = self._last[sources]
         self._layout[:] = -1  # the device's counts have the old order: the next step sends its layout
+
+    def move_pages(self, leases: LeasePlan) -> None:
+        """Move pages between rows and the pool, at most as many to rows as one block holds."""
+        block = EditBlock()
+        ids = self._lease(leases, block)
+        self._scrub_shrinking(leases)
+        self._send(block)
+        self.ledger.move_pages(leases.rows, leases.targets, ids)
+
+    def start_reads(self) -> None:
+        """Begin to enqueue what changes nothing in the batch."""
+        self._start_work()
+
+    def start_copies(self) -> None:
+        """Begin a change of rows with copies of their pages."""
+        self._start_change()
+
+    def place(self, records: NDArray[np.int32]) -> None:
+        """Give rows the lengths and pages that `records` say; see `kernels/place.py`."""
+        self._start_change()
+        before = self.device.bytes_to_device
+        self.launches.place(records)
+        self._count(before)
+        self._last[records[:, layout.PLACE_ROW]] = 0
 
     # -- steps ---------------------------------------------------------------------------------------------------
 
@@ -208,12 +245,19 @@ class Stepper:
     def rewind(self, back: NDArray[np.int64]) -> None:
         """Take `back` tokens of the rows back."""
         self.begin()
-        block = EditBlock()
+        block, rows = EditBlock(), np.flatnonzero(back)
+        floors = plan_floors(self.ledger, rows, self.ledger.lo[rows] - back[rows])
+        if floors is not None:
+            block.lower_floors(floors.rows, floors.floors, floors.keep, self.ledger.leased[floors.rows])
+            if self.scrubs is not None:
+                self._start_change()
+                self.stats.launches += self.scrubs.emptied(floors)
         block.set_take_back(back)
         self._send(block)
         self.launches.rewind()
         self.stats.launches += 1
-        rows = np.flatnonzero(back)
+        if floors is not None:
+            lower_floors(self.ledger, floors)
         for row in rows:
             self.ledger.note_rewind(int(row), int(self.ledger.lo[row] - back[row]))
         self._last[:] = 0  # the device's last step is the rewind
@@ -282,7 +326,7 @@ class Stepper:
         StateError
             If the stream is being captured: what the host decides cannot be replayed.
         """
-        if is_capturing(self.device.stream):
+        if self.device.stream.is_capturing:
             raise StateError("the resources' stream is being captured; only enqueue_step() and derived forms can be")
         self._guard.is_enqueueing = True
 
@@ -315,6 +359,8 @@ class Stepper:
         if not np.array_equal(counts, self._layout):
             block.set_layout(counts, np.concatenate([[0], np.cumsum(counts)]), self._layout_tokens)
             self._layout_tokens = int(counts.sum())
+        if leases is not None:
+            self._scrub_shrinking(leases)
         if block:
             self._send(block)
         if leases is not None and ids is not None:
@@ -328,6 +374,12 @@ class Stepper:
         ids = self.ledger.peek_pages(leases.rows, leases.targets)
         block.set_pages(leases.rows, np.minimum(held, wanted), np.maximum(wanted - held, 0), ids, held)
         return ids
+
+    def _scrub_shrinking(self, leases: LeasePlan) -> None:
+        """Scrub pages that rows are about to lose."""
+        if self.scrubs is not None:
+            self._start_change()
+            self.stats.launches += self.scrubs.shrinking(leases)
 
     def _note(self, counts: NDArray[np.int64], driven: DeviceCounts | None, steps: int) -> None:
         """Move the mirror by `steps` steps."""

@@ -92,6 +92,11 @@ class StepView(Unique):
         return self._buffers.positions
 
     @property
+    def state_index(self) -> Tensor:
+        """Slot of each row's recurrent states: int32 [B]; -1 in rows that are not in use. Rows move, states stay."""
+        return self._buffers.state_index
+
+    @property
     def cu_seqlens_q(self) -> Tensor:
         """First token of each row: int32 [B + 1], never decreasing; retired rows have none."""
         return self._buffers.cu_seqlens_q

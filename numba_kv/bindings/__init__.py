@@ -10,6 +10,7 @@ from numba_kv.bindings.sources import (
     bind_lora,
     bind_rope,
     bind_scratch,
+    bind_states,
     bind_step,
     bind_tables,
 )
@@ -27,6 +28,7 @@ __all__ = [
     "bind_lora",
     "bind_rope",
     "bind_scratch",
+    "bind_states",
     "bind_step",
     "bind_tables",
     "binding_names",

@@ -1,8 +1,10 @@
 """The binding names of an engine, and which of them may be bound again.
 
-Knows names alone, as TensorRT Edge-LLM spells them. Does not know tensors. Suffixes count attention layers, not decoder layers.
+Knows names alone, as TensorRT Edge-LLM spells them. Does not know tensors. Suffixes count attention layers,
+or recurrent ones, not decoder layers.
 
 Names of our own: ``kv_slot_mapping`` and ``swa_kv_slot_mapping`` (where each token of the step is written), ``zero_buffer``,
+the stash of a gated delta net (``replay_k_state_0``, ``replay_g_state_0``, ``replay_beta_state_0``, ``replay_v_state_0``, ...),
 and a suffix ``_1``, ``_2``, ... in model order on the names of window tables if a model has several windows.
 """
 
@@ -12,6 +14,8 @@ import re
 from collections.abc import Iterator
 from enum import Enum
 from typing import TYPE_CHECKING
+
+from numba_kv.config.state_layout import state_plans
 
 if TYPE_CHECKING:
     from numba_kv.config import LLMEngineConfig
@@ -27,10 +31,12 @@ __all__ = [
     "ZERO_BUFFER",
     "Rebind",
     "binding_names",
+    "intermediate_names",
     "is_lora_name",
     "kv_names",
     "rebind_rule",
     "rope_names",
+    "state_names",
     "window_suffixes",
 ]
 
@@ -83,7 +89,9 @@ class Rebind(Enum):
     ANYTHING = "anything"
 
 
-_SIZE = re.compile(rf"({'|'.join(_STEP)}|(swa_)?kv_(page_table|slot_mapping)(_\d+)?)")
+_SIZE = re.compile(
+    rf"({'|'.join(_STEP)}|(swa_)?kv_(page_table|slot_mapping)(_\d+)?|(intermediate_(recurrent|conv)|replay_[a-z]+)_state_\d+)"
+)
 _ANYTHING = re.compile(
     rf"({'|'.join(_RUNNER)}|{ZERO_BUFFER}|({DEEPSTACK_EMBEDS}|ple_token_embeds)_\d+|rope_rotary_cos_sin(_sliding|_full)?"
     r"|.*lora_[AB].*)"
@@ -105,6 +113,21 @@ def is_lora_name(name: str) -> bool:
 def kv_names(layer: int) -> tuple[str, str]:
     """Return the names of an attention layer's pool before and after a step; both are the same memory."""
     return f"{PAST_KEY_VALUES}_{layer}", f"{PRESENT_KEY_VALUES}_{layer}"
+
+
+def state_names(layer: int) -> tuple[str, str, str, str]:
+    """Return the names of a recurrent layer's states before and after a step: recurrent twice, convolution twice."""
+    return (
+        f"recurrent_state_{layer}",
+        f"present_recurrent_state_{layer}",
+        f"conv_state_{layer}",
+        f"present_conv_state_{layer}",
+    )
+
+
+def intermediate_names(config: LLMEngineConfig) -> tuple[str, ...]:
+    """Return what the names of snapshots and stashes of a verification step start with, a layer's number left out."""
+    return tuple(state.name for state in state_plans(config) if state.name not in ("recurrent_state", "conv_state"))
 
 
 def rope_names(count: int) -> tuple[str, ...]:
@@ -140,4 +163,8 @@ def _declared(config: LLMEngineConfig) -> Iterator[str]:
     yield from rope_names(len(config.ropes))
     for layer in range(len(config.layers)):
         yield from kv_names(layer)
+    intermediate = intermediate_names(config)
+    for layer in range(config.num_recurrent_layers):
+        yield from state_names(layer)
+        yield from (f"{name}_{layer}" for name in intermediate)
     yield from (f"{DEEPSTACK_EMBEDS}_{feature}" for feature in range(config.num_deepstack_features))

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from operator import index as as_integer
 
 from numba_kv.batch import StepView
-from numba_kv.bindings.names import DEEPSTACK_EMBEDS
-from numba_kv.bindings.sources import bind_deepstack, bind_kv, bind_lora, bind_scratch, bind_step, bind_tables
+from numba_kv.bindings.names import DEEPSTACK_EMBEDS, KV_SLOT_MAPPING
+from numba_kv.bindings.sources import bind_deepstack, bind_kv, bind_lora, bind_scratch, bind_states, bind_step, bind_tables
 from numba_kv.bindings.tensor_map import TensorMap
 from numba_kv.cache import HybridCacheManager
 from numba_kv.device import Tensor
@@ -34,7 +34,8 @@ def bind(
     view : StepView
         The step: how many rows and tokens the inputs have.
     index : int
-        Model; 0 is the base.
+        Model; 0 is the base, 1 the draft. A draft that reads the base's KV is bound to the base's pools and tables, as a step
+        of the base left them; its tokens are the caller's to bind.
     into : TensorMap, optional
         A map of an earlier step of the same batch, to be brought up to date. None: a new one.
     extra : mapping of str to Tensor, optional
@@ -63,10 +64,16 @@ def bind(
     """
     manager = _manager(resources, view, index)
     given = dict(extra or {})
-    found = {**bind_step(manager, view), **bind_tables(manager, view), **bind_scratch(resources), **bind_kv(manager)}
-    if resources.lora_manager is not None:
+    if manager is resources.cache_managers[0] and index:
+        found = _shared(resources, manager, view)
+    else:
+        found = {**bind_step(manager, view), **bind_tables(manager, view), **bind_scratch(resources, index), **bind_kv(manager)}
+        found.update(bind_states(manager))
+    is_base = not index  # whose the adapters and features are
+    if is_base and resources.lora_manager is not None:
         found.update(bind_lora(resources.lora_manager.bindings))
-    if any(f"{DEEPSTACK_EMBEDS}_{feature}" not in given for feature in range(resources.config.num_deepstack_features)):
+    features = resources.config.num_deepstack_features if is_base else 0
+    if any(f"{DEEPSTACK_EMBEDS}_{feature}" not in given for feature in range(features)):
         found.update((name, zeros) for name, zeros in bind_deepstack(resources, view).items() if name not in given)
     twice = next((name for name in given if name in found), None)
     if twice is not None:
@@ -87,10 +94,23 @@ def _manager(resources: SharedResources, view: StepView, index: int) -> HybridCa
         number = -1 if isinstance(index, bool) else as_integer(index)
     except TypeError:
         number = -1
-    models = len(resources.cache_managers)
+    models = 1 if resources.deployment.draft is None else 2
     if not 0 <= number < models:
         raise InputError(f"index: {index!r} is not one of the {models} models")
-    manager = resources.cache_managers[number]
+    manager = resources.get_caches(number)
     if view.positions is not manager.step_buffers.positions:
         raise InputError(f"view: {view!r} is of another batch, not of model {number} of these resources")
     return manager
+
+
+def _shared(resources: SharedResources, manager: HybridCacheManager, view: StepView) -> dict[str, Tensor]:
+    """Return what a draft reads that has no KV of its own: the base's, as far as the base's last step went."""
+    deployment = resources.deployment
+    layers = () if deployment.spec is None else deployment.spec.target_kv_layers
+    tables = bind_tables(manager, view, deployment.draft)
+    return {
+        "attention_sequence_lengths": view.seq_lens[: view.num_rows],
+        **{name: table for name, table in tables.items() if KV_SLOT_MAPPING not in name},
+        **bind_scratch(resources),
+        **bind_kv(manager, layers),
+    }

@@ -14,9 +14,11 @@ from numba_kv.bindings.names import (
     KV_SLOT_MAPPING,
     SWA_KV_CACHE_MODE,
     ZERO_BUFFER,
+    intermediate_names,
     is_lora_name,
     kv_names,
     rope_names,
+    state_names,
     window_suffixes,
 )
 from numba_kv.device import Tensor
@@ -26,28 +28,58 @@ from numba_kv.errors import CapacityError, InputError, ShapeError
 if TYPE_CHECKING:
     from numba_kv.batch import StepView
     from numba_kv.cache import HybridCacheManager
+    from numba_kv.config import LLMEngineConfig
     from numba_kv.shared_resources import SharedResources
 
-__all__ = ["bind_deepstack", "bind_kv", "bind_lora", "bind_rope", "bind_scratch", "bind_step", "bind_tables"]
+__all__ = ["bind_deepstack", "bind_kv", "bind_lora", "bind_rope", "bind_scratch", "bind_states", "bind_step", "bind_tables"]
 
 
-def bind_kv(manager: HybridCacheManager) -> dict[str, Tensor]:
+def bind_kv(manager: HybridCacheManager, layers: Sequence[int] | None = None) -> dict[str, Tensor]:
     """Return the pool of each attention layer under its two names; a layer that borrows KV has its donor's.
 
     Tensors: [2, N, P, H, D] in the KV element type; N is that of the layer's window group, and so is what its V ids are
     shifted by. A layer is therefore addressed by the tables of its own group alone.
+
+    Parameters
+    ----------
+    manager : HybridCacheManager
+        The caches.
+    layers : sequence of int, optional
+        Of a draft that reads them: the attention layer whose KV each of its own layers reads. Default: each its own.
     """
-    return {name: manager.kv(layer) for layer in range(manager.num_layers) for name in kv_names(layer)}
+    pools = manager.kv_cache
+    read = range(pools.num_layers) if layers is None else layers
+    return {name: pools.kv(layer) for place, layer in enumerate(read) for name in kv_names(place)}
 
 
-def bind_tables(manager: HybridCacheManager, view: StepView) -> dict[str, Tensor]:
+def bind_states(manager: HybridCacheManager) -> dict[str, Tensor]:
+    """Return the states of each recurrent layer under their names, and what a verification step keeps, if there is any.
+
+    States: [slots, H, D, S] and [slots, C, columns], before and after a step the same memory, found by ``state_indices``.
+    Snapshots and stashes: [T, ...], where T are the rows x tokens of the last `reshape_intermediate_states`.
+    """
+    states = manager.mamba_cache
+    found: dict[str, Tensor] = {}
+    for layer in range(states.num_layers):
+        recurrent, conv = states.recurrent_state(layer), states.conv_state(layer)
+        found.update(zip(state_names(layer), (recurrent, recurrent, conv, conv), strict=True))
+        for name in intermediate_names(manager.plan.config):
+            kept = states.state(name, layer)
+            memory, shape = kept._memory, (kept.shape[0] * kept.shape[1], *kept.shape[2:])
+            at = kept.address - memory.address
+            found[f"{name}_{layer}"] = Tensor(memory, kept.device, kept.dtype, shape, offset_nbytes=at)
+    return found
+
+
+def bind_tables(manager: HybridCacheManager, view: StepView, config: LLMEngineConfig | None = None) -> dict[str, Tensor]:
     """Return page tables int32 [num_rows, 2, L] and slots int64 [num_tokens] of full and of window layers.
 
     In full mode window layers have full rows: their names are aliases, the very tensors of full attention. A model without
-    windows has no such names. With several windows their names are numbered in model order.
+    windows has no such names. With several windows their names are numbered in model order. `config` is the model whose
+    windows they are; default: that of the caches.
     """
     groups = {group.window: group.index for group in manager.plan.groups}
-    config, found = manager.plan.config, {}
+    config, found = manager.plan.config if config is None else config, {}
     of_group = [
         (table[: view.num_rows], slots[: view.num_tokens])
         for table, slots in zip(view.page_tables, view.slot_mapping, strict=True)
@@ -64,11 +96,14 @@ def bind_step(manager: HybridCacheManager, view: StepView) -> dict[str, Tensor]:
     """Return what describes the tokens and rows of a step: int32, [num_tokens], [num_rows] or, for offsets, [num_rows + 1].
 
     `query_lengths` are the tokens that rows really appended, so that past_lengths + query_lengths are
-    attention_sequence_lengths also where the device decided. Dropped tokens have position 0 and slot -1.
+    attention_sequence_lengths also where the device decided. Dropped tokens have position 0 and slot -1. `state_indices` are
+    there if the model has recurrent layers; -1 for rows that are not in use.
     """
     rows = view.num_rows
     buffers: Any = manager.step_buffers  # which makes its arrays by the names of the plan
+    states = {"state_indices": view.state_index[:rows]} if manager.mamba_cache.num_layers else {}
     return {
+        **states,
         "positions": view.positions[: view.num_tokens],
         "query_start_offsets": view.cu_seqlens_q[: rows + 1],
         "query_lengths": buffers.appended[0][:rows],
@@ -77,11 +112,11 @@ def bind_step(manager: HybridCacheManager, view: StepView) -> dict[str, Tensor]:
     }
 
 
-def bind_scratch(resources: SharedResources) -> dict[str, Tensor]:
+def bind_scratch(resources: SharedResources, index: int = 0) -> dict[str, Tensor]:
     """Return the zero buffer, uint8 [bytes], and with window layers the mode: int8 [1] for rings, [0] for full rows."""
-    found = {ZERO_BUFFER: resources.zero_buffer}
-    if resources.swa_kv_cache_mode is not None:
-        found[SWA_KV_CACHE_MODE] = resources.swa_kv_cache_mode
+    found, mode = {ZERO_BUFFER: resources.zero_buffer}, resources.get_swa_kv_cache_mode(index)
+    if mode is not None:
+        found[SWA_KV_CACHE_MODE] = mode
     return found
 
 
@@ -91,7 +126,8 @@ def bind_deepstack(resources: SharedResources, view: StepView) -> dict[str, Tens
     Raises
     ------
     CapacityError
-        If the zero buffer holds fewer tokens; in bytes. It is sized for decode steps, one token a row.
+        If the zero buffer holds fewer tokens; in bytes. It is sized for decode steps, one token a row, or, beside a draft,
+        for verification steps.
     """
     config, zeros = resources.config, resources.zero_buffer
     if not config.num_deepstack_features:

@@ -5,7 +5,20 @@ from __future__ import annotations
 from numba_kv.cache.hybrid import HybridCacheManager
 from numba_kv.cache.kv_cache import KVCacheManager, LayerStorage
 from numba_kv.cache.kv_io import KVIO
+from numba_kv.cache.kv_rotation import HeadNorm
+from numba_kv.cache.mamba_cache import MambaCacheManager
 from numba_kv.cache.page_table import KVPageTable
+from numba_kv.cache.state_copies import SlotState
 from numba_kv.cache.step_buffers import StepBuffers
 
-__all__ = ["KVIO", "HybridCacheManager", "KVCacheManager", "KVPageTable", "LayerStorage", "StepBuffers"]
+__all__ = [
+    "KVIO",
+    "HeadNorm",
+    "HybridCacheManager",
+    "KVCacheManager",
+    "KVPageTable",
+    "LayerStorage",
+    "MambaCacheManager",
+    "SlotState",
+    "StepBuffers",
+]

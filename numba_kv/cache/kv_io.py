@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from numba_kv.cache.hybrid import HybridCacheManager
-from numba_kv.cache.kv_operands import RowLaunch, bind_rows, check_aligned, dense, unowned
+from numba_kv.cache.kv_launch import RowLaunch, Shape
+from numba_kv.cache.kv_operands import bind_rows, check_aligned, dense, unowned
 from numba_kv.cache.kv_pages import PageCopies
+from numba_kv.cache.kv_rotation import HeadNorm, bind_rotation, rotation_of
 from numba_kv.cache.kv_scales import KVScales
 from numba_kv.device import Tensor
 from numba_kv.device.guard import CallGuard
@@ -43,6 +45,10 @@ class _Step(Protocol):
     @property
     def slot_mapping(self) -> tuple[Tensor, ...]:
         """Slots of each group: int64 [T]."""
+
+    @property
+    def positions(self) -> Tensor:
+        """Position of each token: int32 [T]."""
 
 
 class KVIO(Unique):
@@ -135,6 +141,87 @@ class KVIO(Unique):
             except (AttributeError, IndexError):
                 raise InputError(f"view: {view!r} is not a step of this model; Batch.step returns one") from None
             self._move(layer, k, v, slots, tokens, True, stream)
+
+    def write_rotated(
+        self,
+        layer: int,
+        q: Any,
+        k: Any,
+        v: Any,
+        view: _Step,
+        table: Any,
+        *,
+        positions: Any = None,
+        interleaved: bool = False,
+        q_out: Any = None,
+        k_out: Any = None,
+        norm: HeadNorm | None = None,
+        stream: object | None = None,
+    ) -> None:
+        """Rotate Q and K of a step's tokens, and write K and V to where the step put them: one pass over the data.
+
+        Arithmetic is float32, each operation rounded by itself, the result once to its type: the same bits on every target.
+
+        Parameters
+        ----------
+        layer : int
+            Attention layer. For one that borrows K and V, `k` and `v` are None and only Q is rotated.
+        q : array [at least view.num_tokens, Hq, D], optional
+            Rotated in place, or to `q_out`.
+        k, v : array [at least view.num_tokens, H, D]
+            Of q's type. Parts of one array ``[T, Hq + 2H, D]`` are fine, as in `write`.
+        view : StepView
+            Of the current step. Tokens of slot -1 are rotated too, and written nowhere in the pool.
+        table : array float32 [S, R] or [1, S, R], optional
+            Cosines of all pairs, then their sines, as in `RopeTable.tensor`; R up to D, the channels behind stay as they are.
+            None rotates nothing.
+        positions : array int32 [at least view.num_tokens], optional
+            Row of the table for each token; default ``view.positions``. A row outside of the table: K and V are not written,
+            and zeros go to where Q and `k_out` go. With rows that were gathered for the tokens, 0, 1, 2, ...
+        interleaved : bool
+            Neighbouring channels are a pair (GPT-J); default the halves of the R channels are (Llama).
+        q_out, k_out : array, optional
+            As q and k, which they may be. Default: Q in place, and K as it becomes goes to the pool alone.
+        norm : HeadNorm, optional
+            Norm of the heads before the rotation.
+        stream : optional
+            The device's own, or one that is being captured.
+
+        Raises
+        ------
+        InputError, ShapeError, InteropError, StateError
+            As `write` does, or if what is written lies over what is read; nothing was enqueued.
+        """
+        with self._guard:
+            storage, pool = self._caches.storage(layer), self._caches.kv(layer)
+            try:
+                slots, tokens, rows = view.slot_mapping[storage.group], view.num_tokens, view.positions
+            except (AttributeError, IndexError):
+                raise InputError(f"view: {view!r} is not a step of this model; Batch.step returns one") from None
+            where: Stream = self._device.stream if stream is None else self._device.as_capturing_stream(stream)
+            norm = HeadNorm() if norm is None else norm
+            if not isinstance(norm, HeadNorm):
+                raise InputError(f"norm: {type(norm).__name__} is not a HeadNorm")
+            positions, q_out = rows if positions is None else positions, q if q_out is None else q_out
+            given = {"q": q, "k": k, "v": v, "q_out": q_out, "k_out": k_out, "table": table, "positions": positions}
+            given |= {"norm.q": norm.q, "norm.k": norm.k}
+            places = [
+                None if value is None else _place(self._tensor(value, name, not name.endswith("_out")))
+                for name, value in given.items()
+            ]
+            key = ("rotate", layer, bool(interleaved), norm.bits(), slots.address, *places)
+            bound = self._launches.get(key)
+            if bound is None:
+                if k is not None or v is not None:
+                    self._own(layer)
+                elif storage.owner == layer:
+                    raise InputError(f"k, v: None given, but layer {layer} has K and V of its own")
+                call = rotation_of(self._device, pool.shape, given, slots, bool(interleaved))
+                factors = None if call.k is None else self._scales.factors(layer, call.k.dtype, True)
+                bound = self._keep(key, bind_rotation(pool, call, factors, norm.bits()))
+            else:
+                self._launches.move_to_end(key)
+            self._run(bound, tokens, where)
 
     def write_slots(self, layer: int, k: Any, v: Any, slots: Any, *, stream: object | None = None) -> None:
         """Write tokens to slots, int64 [T] on the device; those outside of the pool's usable pages are dropped.
@@ -256,9 +343,13 @@ class KVIO(Unique):
             bound = self._keep(key, bind_rows(pool, ks, vs, slots, factors, write=write))
         else:
             self._launches.move_to_end(key)
+        self._run(bound, tokens, where)
+
+    @staticmethod
+    def _run(bound: RowLaunch, tokens: int, where: Stream) -> None:
         if bound.tokens < tokens:
             raise ShapeError(f"k, v: {bound.tokens} tokens given, {tokens} wanted")
-        bound.launch(tokens * bound.items, where)
+        bound.run(tokens, where)
 
     def _tensor(self, value: Any, name: str, read: bool) -> Tensor:
         tensor = as_tensor(self._device, value, name)
@@ -302,8 +393,8 @@ class KVIO(Unique):
                 "num_pages": storage.num_pages - RESERVED_PAGES,
             }
             lent = {name: unowned(tensor) for name, tensor in given.items()}
-            bound = self._keep(key, RowLaunch(find_slots.bind(device, {**lent, **values}), 1, tokens))
-        bound.launch(tokens, device.stream, low=first)
+            bound = self._keep(key, RowLaunch(find_slots, device, {**lent, **values}, 1, tokens, Shape(0, 1, 128)))
+        bound.run(tokens, device.stream, low=first)
         return tokens
 
     def _grown(self, tensor: Tensor, size: int) -> Tensor:

@@ -6,41 +6,35 @@ Knows shapes, strides and element types. Does not know rows, tables or layers.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from numba_kv.cache.kv_launch import RowLaunch, Shape, threads_for
+from numba_kv.cache.kv_overlap import check_rows
 from numba_kv.device import Memory, MemoryStats, Tensor
 from numba_kv.device.interop import as_tensor
 from numba_kv.dtypes import dtype
 from numba_kv.errors import InputError, ShapeError
-from numba_kv.geometry import RESERVED_PAGES
+from numba_kv.geometry import RESERVED_PAGES, ceil_div
 from numba_kv.kernels.bits import KINDS
+from numba_kv.kernels.kv_move import move_kv
 from numba_kv.kernels.kv_read import gather_kv, gather_kv_words
 from numba_kv.kernels.kv_write import write_kv, write_kv_words
+from numba_kv.kernels.wide_rows import EIGHT, RAW, reciprocal
 
 if TYPE_CHECKING:
     from numba_kv.device import Device
-    from numba_kv.kernels.jit import Launch
 
-__all__ = ["RowLaunch", "bind_rows", "dense", "flat"]
+__all__ = ["bind_rows", "check_aligned", "dense", "flat", "is_wide", "unowned"]
 
 _UNITS = {1: dtype("uint8"), 2: dtype("uint16"), 4: dtype("uint32"), 8: dtype("uint64")}
 _WORD = 8
-_MIN_THREADS, _MAX_THREADS = 32, 256
+_WIDE = 16
+#: Tokens from which on a block takes several, and the units that it should have then: two a thread of 256.
+_MANY_TOKENS, _MANY_UNITS = 2048, 512
 #: Kinds of the dense arrays; float8 is moved between float8 pools and float8 arrays as it is.
 _DENSE = ("float32", "float16", "bfloat16")
-
-
-@dataclass(frozen=True, slots=True)
-class RowLaunch:
-    """A bound kernel, its items for each token, and the tokens for which there is room."""
-
-    launch: Launch
-    items: int
-    tokens: int
 
 
 def flat(tensor: Tensor, itemsize: int) -> Tensor:
@@ -129,7 +123,7 @@ def bind_rows(pool: Tensor, k: Tensor, v: Tensor, slots: Tensor, factors: Tensor
         raise ShapeError(f"k, v: {k.dtype} given, one of {', '.join(_DENSE)} or the pool's {pool.dtype} wanted")
     if slots.dtype.name != "int64" or slots.ndim != 1 or not slots.is_contiguous:
         raise ShapeError(f"slots: {slots!r} given, dense int64 with 1 axis wanted")
-    _check_overlap(pool, k, v, slots, write)
+    check_rows(pool, k, v, slots, write)
     changes = k.dtype is not pool.dtype
     if (factors is None) == (changes and pool.dtype.name == "float8_e4m3"):
         raise InputError(
@@ -154,6 +148,8 @@ def bind_rows(pool: Tensor, k: Tensor, v: Tensor, slots: Tensor, factors: Tensor
         "shift": page_tokens.bit_length() - 1,
         "num_slots": (num_pages - RESERVED_PAGES) * page_tokens,
     }
+    if not page_tokens & (page_tokens - 1) and _is_wide(pool, k, v, strides):
+        return _bind_wide(pool, k, v, slots, factors, values, strides, write)
     size = pool.dtype.itemsize
     used = [n * size for n in strides.values()] + [t.address for t in (pool, k, v)]
     if not changes and all(n % _WORD == 0 for n in used):
@@ -167,55 +163,73 @@ def bind_rows(pool: Tensor, k: Tensor, v: Tensor, slots: Tensor, factors: Tensor
             values |= {f"{name}{8 * itemsize}": flat(tensor, itemsize) for itemsize in (1, 2, 4)}
         values |= strides
         values |= {"pool_kind": KINDS[pool.dtype.name], "kind": KINDS[k.dtype.name]}
-        values["factors"] = factors if factors is not None else Tensor(pool._memory, pool.device, dtype("float32"), (0,))
+        values["factors"] = factors if factors is not None else _no_factors(pool)
         units = row
-    threads = min(_MAX_THREADS, max(_MIN_THREADS, -(-units // 32) * 32))
-    return RowLaunch(kernel.bind(pool.device, values, threads=threads), count, k.shape[0])
+    return RowLaunch(kernel, pool.device, values, count, k.shape[0], Shape(0, 1, threads_for(units)))
 
 
-def _check_overlap(pool: Tensor, k: Tensor, v: Tensor, slots: Tensor, write: bool) -> None:
-    spans = {name: _span(t) for name, t in (("the pool", pool), ("k", k), ("v", v))}
-    for name in ("k", "v"):
-        if _meet(spans[name], spans["the pool"]):
-            raise InputError(f"{name}: overlaps the pool; a copy of it is needed")
-    if write:
-        return
-    for name, tensor in (("k", k), ("v", v)):
-        if _meet(spans[name], _span(slots)):
-            raise InputError(f"{name}: overlaps the slots, which are read while it is written")
-        tokens, heads, dim = tensor.shape
-        axes = sorted((s, n) for s, n in zip(tensor.strides[:2], (tokens, heads), strict=True) if n > 1)
-        if any(stride < reach for (stride, _), reach in zip(axes, _reaches(axes, dim), strict=False)):
-            raise ShapeError(f"{name}: strides {list(tensor.strides)} given; what is written must not overlap itself")
-    if not _meet(spans["k"], spans["v"]):
-        return
-    apart, rest = divmod(abs(v.address - k.address), k.dtype.itemsize)
-    pitch = k.strides[0]
-    fits = k.strides == v.strides and not rest and pitch and _token(k) <= apart % pitch <= pitch - _token(k)
-    if not fits:
-        raise InputError(
-            "k, v: each lies in the other's range, and both are written; "
-            "give separate arrays, or whole tokens side by side as in [T, 2, H, D]"
-        )
+def _no_factors(pool: Tensor) -> Tensor:
+    return Tensor(pool._memory, pool.device, dtype("float32"), (0,))
 
 
-def _reaches(axes: list[tuple[int, int]], dim: int) -> Iterator[int]:
-    """Yield what lies within each axis, from the innermost on, in elements."""
-    reach = dim
-    for stride, extent in axes:
-        yield reach
-        reach += (extent - 1) * stride
+def is_wide(size: int, *places: int) -> bool:
+    """Return whether eight elements of `size` bytes are one access each, or two, at places of so many bytes."""
+    return not any(place % min(_WIDE, EIGHT * size) for place in places)
 
 
-def _token(tensor: Tensor) -> int:
-    """Return the elements from a token's first to its last."""
-    _, heads, dim = tensor.shape
-    return (heads - 1) * tensor.strides[1] + dim
+def _is_wide(pool: Tensor, k: Tensor, v: Tensor, strides: dict[str, int]) -> bool:
+    """Return whether every unit lies on a boundary of its own size, or of 16 bytes."""
+    if (strides["row"] * pool.dtype.itemsize % _WIDE if k.dtype is pool.dtype else strides["row"] % EIGHT) != 0:
+        return False
+    for name, tensor in (("pool", pool), ("k", k), ("v", v)):
+        size = tensor.dtype.itemsize
+        used = [n * size for key, n in strides.items() if key.startswith(f"{name}_")]
+        if not is_wide(_WIDE if k.dtype is pool.dtype else size, *used, tensor.address):
+            return False
+    return True
 
 
-def _span(tensor: Tensor) -> tuple[int, int]:
-    return tensor.address, tensor.address + tensor.reach[1] * tensor.dtype.itemsize
-
-
-def _meet(a: tuple[int, int], b: tuple[int, int]) -> bool:
-    return a[0] < b[1] and b[0] < a[1]
+def _bind_wide(
+    pool: Tensor,
+    k: Tensor,
+    v: Tensor,
+    slots: Tensor,
+    factors: Tensor | None,
+    values: dict[str, Tensor | int],
+    strides: dict[str, int],
+    write: bool,
+) -> RowLaunch:
+    """Bind `move_kv`: strides in bytes, rows in units."""
+    heads = pool.shape[3]
+    raw = k.dtype is pool.dtype
+    row = strides["row"] * k.dtype.itemsize // _WIDE if raw else strides["row"] // EIGHT
+    has_heads = values["heads"] != 1
+    units = row * heads if has_heads else row
+    given: dict[str, Tensor | int] = {
+        "slots": slots,
+        "factors": factors if factors is not None else _no_factors(pool),
+        "tokens": 0,
+        "span": 1,
+        "units": units,
+        "by_units": reciprocal(units),
+        "row": row,
+        "by_row": reciprocal(row),
+        "heads": heads,
+        "shift": values["shift"],
+        "num_slots": values["num_slots"],
+    }
+    for name, tensor in (("pool", pool), ("k", k), ("v", v)):
+        size = tensor.dtype.itemsize
+        given[name] = flat(tensor, 1)
+        given |= {key: n * size for key, n in strides.items() if key.startswith(f"{name}_")}
+    kernel = move_kv.fixed(
+        write=int(write),
+        kind=RAW if raw else KINDS[k.dtype.name],
+        pool_kind=RAW if raw else KINDS[pool.dtype.name],
+        has_heads=int(has_heads),
+    )
+    few, many = max(1, 64 // units), max(1, _MANY_UNITS // units)
+    shapes = [Shape(0, few, threads_for(ceil_div(few * units, 2)))]
+    if many > few:
+        shapes.append(Shape(_MANY_TOKENS, many, threads_for(ceil_div(many * units, 2))))
+    return RowLaunch(kernel, pool.device, given, 1, k.shape[0], *shapes)

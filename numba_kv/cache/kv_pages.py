@@ -13,7 +13,8 @@ from numba_kv.device import Staging, Tensor
 from numba_kv.dtypes import dtype
 from numba_kv.errors import InputError
 from numba_kv.geometry import RESERVED_PAGES, ceil_div
-from numba_kv.kernels.kv_copy import copy_page_bytes, copy_page_words
+from numba_kv.kernels.kv_copy import copy_page_bytes, copy_page_units, copy_page_words
+from numba_kv.kernels.wide_rows import reciprocal
 
 if TYPE_CHECKING:
     from numba_kv.cache.kv_cache import KVCacheManager
@@ -27,7 +28,7 @@ __all__ = ["PageCopies"]
 MAX_PAIRS = 1024
 #: Bytes of a page that one block copies.
 PART_NBYTES = 1 << 15
-_WORD = 8
+_WORD, _WIDE = 8, 16
 
 
 class PageCopies:
@@ -52,9 +53,7 @@ class PageCopies:
         if not plan.slabs or not checked:
             return
         self._pools.kv(plan.slabs[0].layers[0])  # raises if the pools are gone
-        if self._list is None:
-            self._list = Staging(self._device, 2 * MAX_PAIRS), self._device.tensor((MAX_PAIRS, 2), dtype("int32"))
-        staging, on_device = self._list
+        staging, on_device = self.prepare()
         if plan.index not in self._launches:
             self._launches[plan.index] = [self._bind(plan, slab, on_device) for slab in plan.slabs]
         for first in range(0, len(checked), MAX_PAIRS):
@@ -63,6 +62,13 @@ class PageCopies:
             staging.send([(0, 2 * len(part), on_device, 0)], self._device.stream)
             for launch, items in self._launches[plan.index]:
                 launch(items * len(part), self._device.stream)
+
+    def prepare(self) -> tuple[Staging, Tensor]:
+        """Return the list of pairs, made on the first call: what can fail for want of memory."""
+        if self._list is None:
+            on_device = self._device.tensor((MAX_PAIRS, 2), dtype("int32"))
+            self._list = Staging(self._device, 2 * MAX_PAIRS), on_device
+        return self._list
 
     def close(self) -> None:
         """Forget the launches and give the list back. Stream: waits for copies in flight."""
@@ -81,25 +87,29 @@ class PageCopies:
         memory = pool._memory
         at = pool.address - memory.address
         whole = Tensor(memory, self._device, dtype("uint8"), (slab.nbytes,), offset_nbytes=at)
-        unit = 1 if page % _WORD else _WORD
         parts = ceil_div(page, PART_NBYTES)
-        launch = (copy_page_bytes if unit == 1 else copy_page_words).bind(
-            self._device,
-            {
-                "slab": flat(whole, unit),
-                "pairs": pairs,
-                "layers": len(slab.layers),
-                "halves": slab.shape[1],
-                "parts": parts,
-                "part_size": PART_NBYTES // unit,
-                "page_size": page // unit,
-                "layer_stride": slab.layer_nbytes // unit,
-                "half_stride": half // unit,
-                "num_pages": group.num_pages,
-                "num_targets": group.num_pages - RESERVED_PAGES,
-            },
-        )
-        return launch, len(slab.layers) * slab.shape[1] * parts
+        layers, halves = len(slab.layers), slab.shape[1]
+        is_wide = not any(n % _WIDE for n in (page, slab.layer_nbytes, pool.address))
+        unit = 1 if is_wide or page % _WORD else _WORD
+        values: dict[str, Tensor | int] = {
+            "slab": flat(whole, unit),
+            "pairs": pairs,
+            "layers": layers,
+            "halves": halves,
+            "parts": parts,
+            "part_size": PART_NBYTES // unit,
+            "page_size": page // unit,
+            "layer_stride": slab.layer_nbytes // unit,
+            "half_stride": half // unit,
+            "num_pages": group.num_pages,
+            "num_targets": group.num_pages - RESERVED_PAGES,
+        }
+        kernel = copy_page_bytes if unit == 1 else copy_page_words
+        if is_wide:
+            kernel = copy_page_units
+            values |= {"by_layers": reciprocal(layers), "by_halves": reciprocal(halves), "by_parts": reciprocal(parts)}
+        launch = kernel.bind(self._device, values)
+        return launch, layers * halves * parts
 
 
 def _checked(pairs: Sequence[tuple[int, int]], group: GroupPlan) -> list[tuple[int, int]]:

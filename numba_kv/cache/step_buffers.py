@@ -22,6 +22,7 @@ __all__ = ["StepBuffers"]
 
 _GROUP_STATE = ("lengths", "high_water", "appended", "mapped_begin")
 _ROW_STATE = ("floors", "leased", "live", "status", "counts", "take_back", "seq_lens", "context_lens")
+_STATE_ROWS = ("state_slots", "state_index")
 _ARENAS = ("page_tables", "block_tables", "slot_mapping", "carry_slots")
 
 
@@ -42,6 +43,10 @@ class StepBuffers:
         State of a row, one copy a group: its length, the longest it has been, tokens of its last step, first mapped page.
     floors, leased, live, status, counts, take_back, seq_lens, context_lens : Tensor [B]
         Row state and step data.
+    state_slots : Tensor [B]
+        Resident slot of each row's recurrent states: a permutation. Rows move, states stay where they are.
+    state_index : Tensor [B]
+        The same for rows in use, -1 for the others: what a forward pass finds states by. Without recurrent layers the row.
     cu_seqlens_q : Tensor [B + 1]
         First token of each row in the step.
     positions : Tensor [T]
@@ -56,6 +61,7 @@ class StepBuffers:
 
     lengths: Tensor
     high_water: Tensor
+    appended: Tensor
     floors: Tensor
     leased: Tensor
     live: Tensor
@@ -64,6 +70,8 @@ class StepBuffers:
     take_back: Tensor
     seq_lens: Tensor
     context_lens: Tensor
+    state_slots: Tensor
+    state_index: Tensor
 
     def __init__(self, device: Device, plan: MemoryPlan, take: Callable[[str, int], Memory]) -> None:
         from numba_kv.device import Tensor
@@ -89,7 +97,7 @@ class StepBuffers:
         self.block_tables = tuple(t for t in views["block_tables"] if t is not None)
         self.slot_mapping = tuple(t for t in views["slot_mapping"] if t is not None)
         self.carry_slots = tuple(views["carry_slots"])
-        for name in (*_GROUP_STATE, *_ROW_STATE, "cu_seqlens_q", "positions", "edits", "groups"):
+        for name in (*_GROUP_STATE, *_ROW_STATE, *_STATE_ROWS, "cu_seqlens_q", "positions", "edits", "groups"):
             region = plan.region(name)
             setattr(self, name, Tensor(take(name, region.nbytes), device, dtype(region.dtype), region.shape))
         self.mapped_begin: Tensor = self.mapped_begin
@@ -104,13 +112,17 @@ class StepBuffers:
         self.reset()
 
     def reset(self) -> None:
-        """Empty every row: nothing mapped, null pages, lengths 0, slots -1. Stream: enqueues on the device's stream."""
+        """Empty every row: nothing mapped, null pages, lengths 0, slots -1. Stream: enqueues on the device's, and waits."""
         stream = self.device.stream
         self.device.fill(self.arena["page_tables"], -1, stream)
         for group, table in zip(self.plan.groups, self.block_tables, strict=True):
             self.device.fill(table, group.null_page, stream)
         for name in (*_GROUP_STATE, *_ROW_STATE):
             self.device.fill(getattr(self, name), 0, stream)
+        slots = np.arange(self.state_slots.size, dtype=np.int32)
+        self.state_slots.fill_from(slots)
+        # without states to be found every row may have its own place
+        self.state_index.fill_from(np.full_like(slots, -1) if self.plan.config.num_recurrent_layers else slots)
         for tensor in (self.cu_seqlens_q, self.positions):
             self.device.fill(tensor, 0, stream)
         for name in ("slot_mapping", "carry_slots"):

@@ -11,21 +11,21 @@ from dataclasses import dataclass
 
 from numba_kv.config.edgellm_layers import MAX_LAYERS, full_head_dim, read_layers
 from numba_kv.config.edgellm_ranks import apply_rank
+from numba_kv.config.edgellm_recurrent import RECURRENT_KEYS, read_recurrent_layer, read_verify_mode
 from numba_kv.config.edgellm_rope import read_ropes
+from numba_kv.config.edgellm_speculative import SPEC_KEYS, SpecKeys, read_role, read_spec_keys
 from numba_kv.config.engine import MAX_KV_CACHE_CAPACITY, LLMEngineConfig
 from numba_kv.config.layers import AttentionLayer
 from numba_kv.config.limits import Limits
 from numba_kv.config.read import INT64_MAX, Reader, words
 from numba_kv.geometry import INT32_MAX, MAX_POOL_PAGES, ceil_div, reference_private_pages
 
-__all__ = ["prefers_bounded_swa", "read_edgellm"]
+__all__ = ["check_pool_retention", "prefers_bounded_swa", "read_edgellm", "read_edgellm_member"]
 
 #: Tokens of a page, unless the caller asks for others; page counts in the file are in this unit always.
 REFERENCE_PAGE_TOKENS = 128
 
 _DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp8": "float8_e4m3", "fp32": "float32"}
-_ROLES = ("llm", "base", "draft", "dllm")
-_SPEC_TYPES = ("none", "mtp", "eagle3", "dflash", "jetspec", "dspark", "gemma4_mtp")
 _BUILDER_KEYS = (
     "max_batch_size",
     "max_input_len",
@@ -41,7 +41,7 @@ _BUILDER_KEYS = (
     "spec_draft",
 )
 #: Optional keys that change the caches, so that a misspelt one must not pass.
-_TOP_KEYS = ("engine_role", "kv_layer_configs", "kv_sharing_donors", "rank_configs", "spec_decode_type")
+_TOP_KEYS = ("engine_role", "kv_layer_configs", "kv_sharing_donors", "rank_configs", "spec_decode_type", *RECURRENT_KEYS)
 _LEGACY_FLAGS = words(
     """eagle_base is_eagle3_draft mtp_base is_mtp_draft mtp_tree_base dflash_base dflash_tree_base is_dflash_draft
     jetspec_base jetspec_tree_base is_jetspec_draft dspark_base is_dspark_draft gemma4_mtp_base gemma4_mtp_draft
@@ -73,16 +73,56 @@ def read_edgellm(top: Reader, limits: Limits) -> LLMEngineConfig:
     ConfigError
         If a key is missing, misspelt, of the wrong type or out of range, or if keys disagree.
     UnsupportedModelError
-        If the engine is hybrid, speculative or a diffusion model.
+        If the engine is a diffusion model, or one of a speculative pair: see `read_edgellm_member`.
     """
     top.refuse_near_misses(_TOP_KEYS)
     reader = apply_rank(top, limits)
-    _check_role(reader)
+    read_role(reader, "llm")
+    return _read_engine(reader, limits, "llm", 1)
+
+
+def read_edgellm_member(top: Reader, limits: Limits, role: str) -> tuple[LLMEngineConfig, SpecKeys]:
+    """Return one engine of a speculative pair, the "base" or the "draft", and what its file says of the pair.
+
+    The vocabulary of a draft may be missing, its rank overrides are applied (the reference has none for drafts), and both may
+    have windows, which the reference refuses.
+
+    Raises
+    ------
+    ConfigError, UnsupportedModelError
+        As `read_edgellm`, and if the file is not one of that role.
+    """
+    top.refuse_near_misses((*_TOP_KEYS, *SPEC_KEYS))
+    reader = apply_rank(top, limits)
+    keys = read_spec_keys(reader, role, read_role(reader, role))
+    return _read_engine(reader, limits, role, keys.width + (role == "draft" and not keys.samples_from_anchor)), keys
+
+
+def check_pool_retention(top: Reader, limits: Limits, may_keep: bool) -> None:
+    """Refuse a pool of more pages than all rows take in an engine whose pages are not kept from one request to the next.
+
+    Raises
+    ------
+    ConfigError
+        As the reference, for which such pages are a mistake.
+    """
+    reader = apply_rank(top, limits)
+    builder = _read_builder(reader)
+    least = builder.max_batch_size * ceil_div(builder.max_kv_cache_capacity, REFERENCE_PAGE_TOKENS)
+    if not may_keep and builder.max_kv_pool_pages != least:
+        raise reader.section("builder_config").wrong(
+            "max_kv_pool_pages", builder.max_kv_pool_pages, f"{least}: more than all rows take is of use only if pages are kept"
+        )
+
+
+def _read_engine(reader: Reader, limits: Limits, role: str, role_tokens: int) -> LLMEngineConfig:
+    """Return the engine of a file whose role is known; `role_tokens` is what its role appends to a row at once."""
     builder = _read_builder(reader)
     head_dim = reader.integer("head_dim", 1)
     capacity = limits.max_kv_cache_capacity or builder.max_kv_cache_capacity
-    layers = read_layers(reader, head_dim, builder.max_kv_cache_capacity, capacity)
-    _check_windows(reader, builder, layers)
+    found = read_layers(reader, head_dim, builder.max_kv_cache_capacity, capacity)
+    layers = found.attention
+    _check_windows(reader, builder, layers, role)
     _check_inputs(reader)
     batch = limits.max_batch_size or builder.max_batch_size
     page_tokens = limits.page_tokens or REFERENCE_PAGE_TOKENS
@@ -91,23 +131,28 @@ def read_edgellm(top: Reader, limits: Limits) -> LLMEngineConfig:
     return LLMEngineConfig(
         model_type=reader.text("model", "") or reader.text("model_type", ""),
         layers=layers,
+        layer_types=found.types,
+        recurrent_layer=read_recurrent_layer(reader, limits) if found.types else None,
         max_batch_size=batch,
         max_kv_cache_capacity=capacity,
         page_tokens=page_tokens,
         kv_cache_dtype=_kv_cache_dtype(reader, limits),
         max_step_tokens=limits.max_step_tokens,
-        max_batch_tokens=limits.max_batch_tokens or _max_batch_tokens(reader, batch, max_input_len),
+        max_batch_tokens=limits.max_batch_tokens or _max_batch_tokens(reader, batch, max(max_input_len, role_tokens)),
         num_kv_pages=limits.num_kv_pages or _pool_pages(builder, page_tokens),
         lookahead_pages=limits.lookahead_pages,
         hidden_size=reader.integer("hidden_size", 1),
-        vocab_size=reader.integer("vocab_size", 1),
+        vocab_size=_draft_vocab_size(reader) if role == "draft" else reader.integer("vocab_size", 1),
         max_lora_rank=builder.max_lora_rank,
         num_deepstack_features=reader.integer("num_deepstack_features", 0, default=0),
-        ropes=read_ropes(reader, head_dim, full_head_dim(reader, head_dim)),
+        ropes=read_ropes(reader, head_dim, full_head_dim(reader, head_dim)) if layers else (),
         use_bounded_swa=limits.use_bounded_swa,
         max_input_len=max_input_len,
         reduced_vocab_size=reader.integer("reduced_vocab_size", 0, default=0),
         eos_token_ids=_eos_token_ids(reader),
+        max_verify_tokens=limits.max_verify_tokens,
+        recurrent_spec_verify_mode=read_verify_mode(reader, limits),
+        conv_state_room=limits.conv_state_room,
     )
 
 
@@ -124,21 +169,6 @@ def prefers_bounded_swa(num_swa_pages: int, max_kv_pool_pages: int) -> bool:
         The builder's page counts, of `REFERENCE_PAGE_TOKENS` tokens.
     """
     return num_swa_pages < max_kv_pool_pages
-
-
-def _check_role(reader: Reader) -> None:
-    role = reader.choice("engine_role", _ROLES, "llm")
-    spec_type = reader.choice("spec_decode_type", _SPEC_TYPES, "none")
-    if role == "draft":
-        raise reader.wrong("engine_role", role, "the role of a base model; a draft engine is not loaded on its own")
-    if role == "base" and spec_type == "none":
-        raise reader.wrong("spec_decode_type", spec_type, "a speculative type, which engine_role 'base' requires")
-    if role != "base" and spec_type != "none":
-        raise reader.wrong("spec_decode_type", spec_type, f"'none', which engine_role {role!r} requires")
-    if role == "base":
-        raise reader.unsupported(f"spec_decode_type {spec_type!r}: speculative engines are not supported yet")
-    if role == "dllm":
-        raise reader.unsupported("engine_role 'dllm': diffusion models are not supported yet")
 
 
 def _read_builder(reader: Reader) -> _Builder:
@@ -183,7 +213,7 @@ def _kv_cache_dtype(reader: Reader, limits: Limits) -> str:
     return limits.kv_cache_dtype or name
 
 
-def _check_windows(reader: Reader, builder: _Builder, layers: tuple[AttentionLayer, ...]) -> None:
+def _check_windows(reader: Reader, builder: _Builder, layers: tuple[AttentionLayer, ...], role: str) -> None:
     """Check what the reference asks of an engine with reduced layers."""
     windows = {layer.window.tokens for layer in layers if not layer.window.is_full}
     section = reader.section("builder_config")
@@ -191,8 +221,10 @@ def _check_windows(reader: Reader, builder: _Builder, layers: tuple[AttentionLay
     speculative = [owner.key_path(key) for owner, key in flags if owner.boolean(key, False)]
     if not windows:
         return
-    if speculative:
-        raise reader.unsupported(f"{speculative[0]} true: speculative engines with windows are not supported yet")
+    if speculative and role == "llm":
+        raise reader.unsupported(
+            f"{speculative[0]} true: a speculative engine with windows states its engine_role; load_deployment_config loads it"
+        )
     needed = builder.max_batch_size * reference_private_pages(max(windows), REFERENCE_PAGE_TOKENS)
     if builder.num_swa_pages < needed:
         raise section.wrong(
@@ -221,12 +253,16 @@ def _check_inputs(reader: Reader) -> None:
         raise reader.wrong("image_token_id", image, "0 or more, which use_vision_bidirectional_attention requires")
 
 
-def _max_batch_tokens(reader: Reader, batch: int, max_input_len: int) -> int:
-    if batch * max_input_len > INT32_MAX:
+def _draft_vocab_size(reader: Reader) -> int:
+    return reader.integer("draft_vocab_size" if reader.has("draft_vocab_size") else "vocab_size", 0, default=0)
+
+
+def _max_batch_tokens(reader: Reader, batch: int, row_tokens: int) -> int:
+    if batch * row_tokens > INT32_MAX:
         raise reader.error(
-            "builder_config.max_input_len", f"{max_input_len} x {batch} rows exceeds {INT32_MAX}; pass max_batch_tokens"
+            "builder_config.max_input_len", f"{row_tokens} tokens x {batch} rows exceeds {INT32_MAX}; pass max_batch_tokens"
         )
-    return batch * max_input_len
+    return batch * row_tokens
 
 
 def _pool_pages(builder: _Builder, page_tokens: int) -> int:

@@ -1,4 +1,4 @@
-"""Attention layers of an Edge-LLM configuration: kinds, capacity markers, donors.
+"""Layers of an Edge-LLM configuration: kinds, capacity markers, donors.
 
 Knows the three forms in which a file states its layers. A layer whose capacity marker is below the engine's capacity keeps a
 window of that many tokens.
@@ -6,18 +6,25 @@ window of that many tokens.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
+from numba_kv.config.edgellm_recurrent import ATTENTION_TYPES, RECURRENT_TYPES, read_layer_types
 from numba_kv.config.layers import AttentionLayer
 from numba_kv.config.read import Reader
 from numba_kv.geometry import FULL, Window
 
-__all__ = ["MAX_LAYERS", "full_head_dim", "read_layers"]
+__all__ = ["MAX_LAYERS", "Layers", "full_head_dim", "read_layers"]
 
 #: More layers than any model has: what bounds the work on a file that lies.
 MAX_LAYERS = 10_000
-_ATTENTION_TYPES = ("attention", "full_attention", "sliding_attention")
-_RECURRENT_TYPES = ("mamba", "linear_attention")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layers:
+    """The attention layers in model order, and what each decoder layer keeps; `types` is empty if no layer is recurrent."""
+
+    attention: tuple[AttentionLayer, ...]
+    types: tuple[str, ...]
 
 
 def full_head_dim(reader: Reader, head_dim: int) -> int:
@@ -25,8 +32,8 @@ def full_head_dim(reader: Reader, head_dim: int) -> int:
     return reader.integer("global_head_dim", 1, default=head_dim)
 
 
-def read_layers(reader: Reader, head_dim: int, file_capacity: int, capacity: int) -> tuple[AttentionLayer, ...]:
-    """Return the attention layers in model order.
+def read_layers(reader: Reader, head_dim: int, file_capacity: int, capacity: int) -> Layers:
+    """Return the layers in model order.
 
     Parameters
     ----------
@@ -41,26 +48,27 @@ def read_layers(reader: Reader, head_dim: int, file_capacity: int, capacity: int
     ------
     ConfigError
         If lists and counts disagree, or a marker is larger than a capacity.
-    UnsupportedModelError
-        If a layer is recurrent.
     """
     count = reader.integer("num_hidden_layers", 1, MAX_LAYERS)
-    if reader.integer("num_linear_attn_layers", 0, MAX_LAYERS, 0):
-        raise reader.unsupported("num_linear_attn_layers: recurrent layers; their states are not supported yet")
-    types = _layer_types(reader)
+    listed = _layer_types(reader)
+    kinds = read_layer_types(reader, listed, max(count, len(listed)))
+    types = tuple(name for name in listed if name not in RECURRENT_TYPES)
+    plain = kinds.count("attention") if kinds else len(types) or count
     if reader.has("kv_layer_configs"):
-        layers = _per_layer(reader, types, file_capacity, capacity)
+        layers = _per_layer(reader, listed, file_capacity, capacity)
     elif types and set(types) <= {"full_attention", "sliding_attention"}:
         layers = _by_type(reader, types, head_dim)
     else:
         layer = AttentionLayer(num_kv_heads=reader.integer("num_key_value_heads", 1), head_dim=head_dim)
-        layers = (layer,) * (len(types) or count)
-    attention = reader.integer("num_attention_layers", 1, MAX_LAYERS, count)
+        layers = (layer,) * plain
+    attention = reader.integer("num_attention_layers", 0, MAX_LAYERS, len(layers) if kinds else count)
     if len(layers) != attention:
         key = "num_attention_layers" if reader.has("num_attention_layers") else "num_hidden_layers"
-        listed = "kv_layer_configs" if reader.has("kv_layer_configs") else "layer_types" if types else "num_hidden_layers"
-        raise reader.error(key, f"{attention} does not agree with {listed}, which gives {len(layers)} attention layers")
-    return _with_donors(reader, layers)
+        source = "kv_layer_configs" if reader.has("kv_layer_configs") else "layer_types" if types else "num_hidden_layers"
+        raise reader.error(key, f"{attention} does not agree with {source}, which gives {len(layers)} attention layers")
+    if not layers and not kinds:
+        raise reader.wrong("num_attention_layers", 0, "at least 1, as there are no recurrent layers")
+    return Layers(attention=_with_donors(reader, layers), types=kinds)
 
 
 def _layer_types(reader: Reader) -> tuple[str, ...]:
@@ -68,10 +76,8 @@ def _layer_types(reader: Reader) -> tuple[str, ...]:
         return ()
     types = reader.strings("layer_types")
     for index, name in enumerate(types):
-        if name in _RECURRENT_TYPES:
-            raise reader.unsupported(f"layer_types[{index}]: {name!r} is a recurrent layer; its state is not supported yet")
-        if name not in _ATTENTION_TYPES:
-            allowed = " or ".join(repr(known) for known in (*_ATTENTION_TYPES, *_RECURRENT_TYPES))
+        if name not in (*ATTENTION_TYPES, *RECURRENT_TYPES):
+            allowed = " or ".join(repr(known) for known in (*ATTENTION_TYPES, *RECURRENT_TYPES))
             raise reader.wrong(f"layer_types[{index}]", name, allowed)
     return types
 
@@ -84,6 +90,10 @@ def _per_layer(reader: Reader, types: tuple[str, ...], file_capacity: int, capac
         )
     layers = []
     for index, (name, entry) in enumerate(zip(types, entries, strict=True)):
+        if name == "mamba":
+            if entry is not None:
+                raise reader.wrong(f"kv_layer_configs[{index}]", entry, "null, as layer_types has 'mamba' there")
+            continue
         if name != "attention":
             raise reader.wrong(f"layer_types[{index}]", name, "'attention' or 'mamba', as kv_layer_configs requires")
         item = reader.nested(f"kv_layer_configs[{index}]", entry)

@@ -5,11 +5,14 @@ Knows layers, limits and their ranges. Does not know files: the dialects fill it
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from numba_kv.config.layers import AttentionLayer, check_donors
 from numba_kv.config.lora_target import LoRATarget
 from numba_kv.config.read import show
+from numba_kv.config.recurrent import VERIFY_MODES, RecurrentLayer, check_layer_types
 from numba_kv.config.rope import RopeConfig
 from numba_kv.dtypes import KV_CACHE_DTYPES, DType, dtype
 from numba_kv.errors import ConfigError
@@ -33,6 +36,15 @@ def check_int(name: str, value: object, low: int, high: int) -> None:
         raise ConfigError(f"{name}: {show(value)} is not an integer")
     if not low <= value <= high:
         raise ConfigError(f"{name}: {show(value)} is not in {low}..{high}")
+
+
+def _places(chosen: Iterable[bool]) -> tuple[int, ...]:
+    """Return how many entries before each chosen one are chosen; -1 for the others."""
+    found, count = [], 0
+    for is_chosen in chosen:
+        found.append(count if is_chosen else -1)
+        count += is_chosen
+    return tuple(found)
 
 
 def check_kv_cache_dtype(name: object) -> str:
@@ -62,6 +74,10 @@ class LLMEngineConfig:
         Family name of the configuration, for messages.
     layers : tuple of AttentionLayer
         The attention layers in model order.
+    layer_types : tuple of str
+        What each decoder layer keeps: "attention", "recurrent", "both" or "none"; empty: every layer is one of `layers`.
+    recurrent_layer : RecurrentLayer or None
+        What every recurrent layer is; None if there is none.
     max_batch_size : int
         B, rows.
     max_kv_cache_capacity : int
@@ -99,10 +115,21 @@ class LLMEngineConfig:
         Size of the output vocabulary where it is smaller than `vocab_size`; 0: it is not.
     eos_token_ids : tuple of int
         Tokens that end a sequence, as far as the configuration states them.
+    max_verify_tokens : int
+        Most tokens, or nodes of a tree, of a row that a verification step runs before some are accepted; 0: none, so
+        recurrent layers have nothing to commit from.
+    recurrent_spec_verify_mode : str
+        What a verification step keeps of recurrent states: "snapshot" (the state behind each token) or "replay" (inputs).
+    conv_state_room : int
+        Columns of a convolution state beyond the conv_kernel - 1 that the next token reads. 1 as Transformers and the
+        reference have it; at least `max_verify_tokens`: drafts are written there and rejected ones shifted out again, so that
+        no snapshots are needed.
     """
 
     model_type: str = ""
     layers: tuple[AttentionLayer, ...]
+    layer_types: tuple[str, ...] = ()
+    recurrent_layer: RecurrentLayer | None = None
     max_batch_size: int
     max_kv_cache_capacity: int
     page_tokens: int = 16
@@ -123,6 +150,9 @@ class LLMEngineConfig:
     max_input_len: int = 0
     reduced_vocab_size: int = 0
     eos_token_ids: tuple[int, ...] = ()
+    max_verify_tokens: int = 0
+    recurrent_spec_verify_mode: str = "snapshot"
+    conv_state_room: int = 1
 
     def __post_init__(self) -> None:
         if not isinstance(self.layers, tuple) or not all(isinstance(layer, AttentionLayer) for layer in self.layers):
@@ -161,6 +191,45 @@ class LLMEngineConfig:
                 "a decode step of every row must fit"
             )
         check_donors(self.layers)
+        check_layer_types(self.layer_types, len(self.layers), self.recurrent_layer)
+        self._check_verification()
+
+    def _check_verification(self) -> None:
+        check_int("max_verify_tokens", self.max_verify_tokens, 0, INT32_MAX)
+        check_int("conv_state_room", self.conv_state_room, 0, INT32_MAX)
+        mode, layer = self.recurrent_spec_verify_mode, self.recurrent_layer
+        if mode not in VERIFY_MODES:
+            raise ConfigError(f"recurrent_spec_verify_mode: {show(mode)} is not one of {', '.join(VERIFY_MODES)}")
+        if layer is None:
+            return
+        if not layer.conv_shape(self.conv_state_room)[1]:
+            raise ConfigError(f"conv_state_room: 0 leaves no column with conv_kernel {layer.conv_kernel}; 1 is the least")
+        if self.max_verify_tokens and mode == "replay" and not layer.can_replay:
+            raise ConfigError(f"recurrent_spec_verify_mode: a {type(layer).__name__} cannot do 'replay'; use 'snapshot'")
+
+    @cached_property
+    def attention_indices(self) -> tuple[int, ...]:
+        """Place of each decoder layer in `layers`, -1 for one without attention."""
+        if not self.layer_types:
+            return tuple(range(len(self.layers)))
+        return _places(name in ("attention", "both") for name in self.layer_types)
+
+    @cached_property
+    def recurrent_indices(self) -> tuple[int, ...]:
+        """Place of each decoder layer among the recurrent ones, -1 for one without a state."""
+        if not self.layer_types:
+            return (-1,) * len(self.layers)
+        return _places(name in ("recurrent", "both") for name in self.layer_types)
+
+    @property
+    def num_recurrent_layers(self) -> int:
+        """Layers with a recurrent state."""
+        return sum(place >= 0 for place in self.recurrent_indices)
+
+    @property
+    def has_conv_snapshots(self) -> bool:
+        """Whether a verification step keeps the convolution state behind each token: there is no room for its drafts."""
+        return self.recurrent_layer is not None and self.conv_state_room < self.max_verify_tokens
 
     @property
     def has_window_layers(self) -> bool:

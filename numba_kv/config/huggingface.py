@@ -9,6 +9,7 @@ from __future__ import annotations
 from numba_kv.config.engine import MAX_KV_CACHE_CAPACITY, LLMEngineConfig, check_kv_cache_dtype
 from numba_kv.config.huggingface_families import HEAD_DIMS, KEY_ALIASES, NESTED_DEFAULTS, family_of
 from numba_kv.config.huggingface_layers import read_layers
+from numba_kv.config.huggingface_recurrent import RECURRENT_FAMILIES, read_hybrid
 from numba_kv.config.huggingface_rope import read_ropes
 from numba_kv.config.huggingface_support import refuse_unsupported
 from numba_kv.config.limits import Limits
@@ -36,7 +37,7 @@ def read_huggingface(top: Reader, limits: Limits) -> LLMEngineConfig:
     ConfigError
         If a key is missing, of the wrong type, out of range or ambiguous.
     UnsupportedModelError
-        If the model has recurrent layers, latent attention, cross attention or no KV cache at all.
+        If the model has recurrent layers of a kind that is not known, latent attention, cross attention or no cache at all.
     """
     if limits.rank or (limits.expected_world_size or 1) > 1:
         raise ConfigError(
@@ -47,25 +48,37 @@ def read_huggingface(top: Reader, limits: Limits) -> LLMEngineConfig:
     family = family_of(model_type)
     _refuse_bare(text, family, limits)
     capacity = limits.max_kv_cache_capacity or _stated_capacity(text)
-    layers = read_layers(text, family, capacity)
+    weights_dtype = _stated_dtype(text) or _stated_dtype(top) or _DEFAULT_DTYPE
+    hybrid = read_hybrid(text, family, limits, weights_dtype)
+    attention = text
+    if hybrid is not None:
+        full = ("full_attention",) * hybrid.attention_layers
+        attention = text.with_values({**text.values, "num_hidden_layers": len(full), "layer_types": full})
+    has_attention = hybrid is None or hybrid.attention_layers > 0
+    layers = read_layers(attention, family, capacity) if has_attention else ()
     positions = text.integer("max_position_embeddings", 1, default=capacity)
     batch = limits.max_batch_size or _DEFAULT_BATCH_SIZE
     return LLMEngineConfig(
         model_type=model_type,
         layers=layers,
+        layer_types=hybrid.types if hybrid is not None else (),
+        recurrent_layer=hybrid.layer if hybrid is not None else None,
         max_batch_size=batch,
         max_kv_cache_capacity=capacity,
         page_tokens=limits.page_tokens or _DEFAULT_PAGE_TOKENS,
-        kv_cache_dtype=limits.kv_cache_dtype or _stated_dtype(text) or _stated_dtype(top) or _DEFAULT_DTYPE,
+        kv_cache_dtype=limits.kv_cache_dtype or weights_dtype,
         max_step_tokens=limits.max_step_tokens,
         max_batch_tokens=limits.max_batch_tokens or max(_DEFAULT_BATCH_TOKENS, batch),
         num_kv_pages=limits.num_kv_pages,
         lookahead_pages=limits.lookahead_pages,
         hidden_size=text.integer_or_none("hidden_size", 1) or 0,
         vocab_size=text.integer_or_none("vocab_size", 1) or 0,
-        ropes=read_ropes(text, family, positions),
+        ropes=read_ropes(attention, family, positions) if has_attention else (),
         use_bounded_swa=limits.use_bounded_swa,
         eos_token_ids=_eos_token_ids(text) or _eos_token_ids(top),
+        max_verify_tokens=limits.max_verify_tokens,
+        recurrent_spec_verify_mode=limits.recurrent_spec_verify_mode or "snapshot",
+        conv_state_room=limits.conv_state_room,
     )
 
 
@@ -95,8 +108,9 @@ def _text_model(top: Reader) -> tuple[Reader, str]:
 
 def _refuse_bare(text: Reader, family: str, limits: Limits) -> None:
     """Name at once all that is missing where more than one key is: such a file is none of a model, or the wrong part of one."""
-    missing = [key for key in ("num_hidden_layers", "num_attention_heads") if not text.has(key)]
-    if family not in HEAD_DIMS and not any(text.has(key) for key in ("head_dim", "kv_channels", "hidden_size")):
+    wanted = () if family in RECURRENT_FAMILIES else ("num_hidden_layers", "num_attention_heads")
+    missing = [key for key in wanted if not text.has(key)]
+    if wanted and family not in HEAD_DIMS and not any(text.has(key) for key in ("head_dim", "kv_channels", "hidden_size")):
         missing.append("head_dim (or hidden_size)")
     if limits.max_kv_cache_capacity is None and not text.has("max_position_embeddings"):
         missing.append("max_position_embeddings (or pass max_kv_cache_capacity)")

@@ -120,7 +120,7 @@ def _unrotated_layers_slide(reader: Reader, count: int) -> tuple[Kind, ...]:
 
 
 _ALL_FULL = """apertus arcee baichuan bitnet bloom codegen cohere diffllama ernie4_5 ernie4_5_moe exaone falcon gemma glm glm4
-glm4_moe glm4v gpt2 gpt_bigcode gpt_neox gptj granite granitemoe granitemoehybrid granitemoeshared helium hunyuan_v1_dense
+glm4_moe glm4v gpt2 gpt_bigcode gpt_neox gptj granite granitemoe granitemoeshared helium hunyuan_v1_dense
 hunyuan_v1_moe jetmoe llama minimax_m2 nemotron olmo olmo2 olmoe opt persimmon phi qwen3_vl qwen3_vl_moe seed_oss
 stablelm"""
 
@@ -163,12 +163,12 @@ KEY_ALIASES: Mapping[str, Mapping[str, str]] = {
 }
 
 #: Families that add positions to the embeddings or the scores instead of rotating.
-UNROTATED = frozenset(words("bloom gpt2 gpt_bigcode opt"))
+UNROTATED = frozenset(words("bloom gpt2 gpt_bigcode jamba nemotron_h opt"))
 
 #: Rotated part of a head, where it is not all of it and the file is silent.
 PARTIAL_ROTARY_FACTORS: Mapping[str, float] = {
-    **dict.fromkeys(words("glm glm4 glm4_moe nemotron persimmon phi"), 0.5),
-    **dict.fromkeys(words("gpt_neox stablelm"), 0.25),
+    **dict.fromkeys(words("bamba glm glm4 glm4_moe nemotron persimmon phi"), 0.5),
+    **dict.fromkeys(words("gpt_neox qwen3_5 qwen3_5_moe qwen3_next stablelm"), 0.25),
 }
 
 
@@ -199,5 +199,19 @@ NESTED_DEFAULTS: Mapping[str, Mapping[str, object]] = {
     "llama4": _defaults(48, 5120, 40, 8, 131072, 202048, attention_chunk_size=8192, rope_theta=5e5),
     "qwen2": _defaults(32, 4096, 32, 32, 32768, 151936, sliding_window=4096),
     "qwen3": _defaults(32, 4096, 32, 32, 32768, 151936, sliding_window=4096),
+    "qwen3_5": _defaults(
+        32,
+        4096,
+        16,
+        4,
+        32768,
+        248320,
+        head_dim=256,
+        linear_conv_kernel_dim=4,
+        linear_key_head_dim=128,
+        linear_value_head_dim=128,
+        linear_num_key_heads=16,
+        linear_num_value_heads=32,
+    ),
     "qwen2_5_vl": _defaults(80, 8192, 64, 8, 32768, 152064, rope_theta=1e6),
 }

@@ -44,7 +44,7 @@ def read_layers(reader: Reader, family: str, capacity: int) -> tuple[AttentionLa
     kv_heads, head_dim = _geometry(reader, family)
     # Read even where the family has no use for them: a window of 0 is never meant.
     sizes = {kind: reader.integer_or_none(key, 1, INT64_MAX) for kind, key in _WINDOW_KEYS.items()}
-    kinds = _stated_kinds(reader, family, count) if reader.has("layer_types") else _derived_kinds(reader, family, count)
+    kinds = _stated_kinds(reader, count) if reader.has("layer_types") else _derived_kinds(reader, family, count)
     full_heads, full_dim = _full_geometry(reader, family)
     donors = _donors(reader, kinds)
     layers = []
@@ -106,17 +106,14 @@ def _falcon_kv_heads(reader: Reader, heads: int) -> int:
     return 1 if reader.boolean("multi_query", True) else heads
 
 
-def _stated_kinds(reader: Reader, family: str, count: int) -> tuple[Kind, ...]:
-    allowed = dict(_KINDS)
-    if family == "granitemoehybrid":
-        allowed["attention"] = "full"
+def _stated_kinds(reader: Reader, count: int) -> tuple[Kind, ...]:
     names = reader.strings("layer_types")
     for index, name in enumerate(names):
-        if name not in allowed:
-            raise reader.wrong(f"layer_types[{index}]", name, " or ".join(repr(n) for n in allowed))
+        if name not in _KINDS:
+            raise reader.wrong(f"layer_types[{index}]", name, " or ".join(repr(n) for n in _KINDS))
     if len(names) != count:
         raise reader.error("layer_types", f"{len(names)} entries, but num_hidden_layers is {count}; they must agree")
-    return tuple(allowed[name] for name in names)
+    return tuple(_KINDS[name] for name in names)
 
 
 def _derived_kinds(reader: Reader, family: str, count: int) -> tuple[Kind, ...]:

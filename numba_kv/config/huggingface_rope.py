@@ -39,6 +39,7 @@ def read_ropes(reader: Reader, family: str, positions: int) -> tuple[RopeConfig,
         family in UNROTATED
         or reader.get("position_embedding_type") in ("alibi", "nope", "absolute")
         or reader.get("alibi") is True
+        or (family == "granitemoehybrid" and reader.get("position_embedding_type") != "rope")
     ):
         return ()
     sliding_dim, full_dim = head_dims(reader, family)

@@ -6,15 +6,15 @@ with the reason before anything else of it is read, since its other keys would m
 
 from __future__ import annotations
 
+from numba_kv.config.huggingface_recurrent import RECURRENT_FAMILIES
 from numba_kv.config.read import INT64_MAX, Reader, words
 
 __all__ = ["RECURRENT_LAYER_TYPES", "refuse_unsupported"]
 
 _RECURRENT_FAMILIES = frozenset(
     words(
-        """bamba bailing_moe_linear falcon_h1 falcon_mamba hymba jamba kimi_linear lfm2 lfm2_moe mamba mamba2 minimax
-        minimax_m1 minimax_text_01 nemotron_h olmo_hybrid phi4flash plamo2 qwen3_5 qwen3_5_moe qwen3_next recurrent_gemma
-        rwkv xlstm zamba zamba2"""
+        """bailing_moe_linear falcon_mamba hymba kimi_linear lfm2 lfm2_moe minimax minimax_m1 minimax_text_01 olmo_hybrid
+        phi4flash plamo2 recurrent_gemma rwkv xlstm zamba zamba2"""
     )
 )
 _RECURRENT_KEYS = (
@@ -78,7 +78,8 @@ def refuse_unsupported(reader: Reader, family: str) -> None:
         raise reader.unsupported(f"{name} has cross attention, which is not supported yet")
     if family in _ENCODERS:
         raise reader.unsupported(f"{name} is an encoder, which keeps no KV cache")
-    _refuse_layer_types(reader, name)
+    if family not in RECURRENT_FAMILIES:
+        _refuse_layer_types(reader, name)
     _refuse_keys(reader, family, name)
 
 
@@ -98,10 +99,8 @@ def _refuse_keys(reader: Reader, family: str, name: str) -> None:
     if reader.has("kv_lora_rank"):
         rank = reader.integer("kv_lora_rank", 1)
         raise reader.unsupported(f"kv_lora_rank {rank} of {name}: {_MLA}; it is not supported yet")
-    # This family states in layer_types whether any layer is recurrent; some of its models have none.
-    decided = family == "granitemoehybrid" and reader.has("layer_types")
     for key in _RECURRENT_KEYS:
-        if reader.has(key) and not decided:
+        if reader.has(key) and family not in RECURRENT_FAMILIES:
             raise reader.unsupported(f"key {reader.key_path(key)!r} of {name} belongs to recurrent layers, not supported yet")
     if reader.boolean("add_cross_attention", False) or (
         reader.has("cross_attention_layers") and reader.items("cross_attention_layers")

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from numba_kv.config.engine import MAX_KV_CACHE_CAPACITY, check_int, check_kv_cache_dtype
+from numba_kv.config.recurrent import VERIFY_MODES, check_state_dtype
 from numba_kv.errors import ConfigError
 from numba_kv.geometry import INT32_MAX, MAX_POOL_PAGES, check_page_tokens
 
@@ -28,6 +29,11 @@ class Limits:
     num_kv_pages: int | None = None
     lookahead_pages: int = 4
     use_bounded_swa: bool = True
+    recurrent_state_dtype: str | None = None
+    conv_state_dtype: str | None = None
+    max_verify_tokens: int = 0
+    recurrent_spec_verify_mode: str | None = None
+    conv_state_room: int = 1
     rank: int | None = None
     expected_world_size: int | None = None
 
@@ -49,5 +55,13 @@ class Limits:
             check_page_tokens(self.page_tokens)
         if self.kv_cache_dtype is not None:
             check_kv_cache_dtype(self.kv_cache_dtype)
+        for name in ("recurrent_state_dtype", "conv_state_dtype"):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, check_state_dtype(name, getattr(self, name)))
+        for name in ("max_verify_tokens", "conv_state_room"):
+            check_int(name, getattr(self, name), 0, INT32_MAX)
+        mode = self.recurrent_spec_verify_mode
+        if mode is not None and mode not in VERIFY_MODES:
+            raise ConfigError(f"recurrent_spec_verify_mode: {mode!r} is not one of {', '.join(VERIFY_MODES)}")
         if not isinstance(self.use_bounded_swa, bool):
             raise ConfigError(f"use_bounded_swa: {self.use_bounded_swa!r} is not True or False")

@@ -16,7 +16,7 @@ from numba_kv.config.limits import Limits
 from numba_kv.config.read import Reader, check_regular, parse_json, show, show_path
 from numba_kv.errors import ConfigError
 
-__all__ = ["load_engine_config"]
+__all__ = ["edgellm_reader", "is_edgellm", "load_engine_config", "read_source"]
 
 #: The first two decide. The others exist in no Transformers model, so a file that has one is a damaged file of the reference.
 _EDGELLM_KEYS = ("builder_config", "edgellm_version", "engine_role", "kv_layer_configs", "spec_decode_type")
@@ -36,6 +36,11 @@ def load_engine_config(
     num_kv_pages: int | None = None,
     lookahead_pages: int = 4,
     use_bounded_swa: bool = True,
+    recurrent_state_dtype: str | None = None,
+    conv_state_dtype: str | None = None,
+    max_verify_tokens: int = 0,
+    recurrent_spec_verify_mode: str | None = None,
+    conv_state_room: int = 1,
     rank: int | None = None,
     expected_world_size: int | None = None,
 ) -> LLMEngineConfig:
@@ -64,6 +69,15 @@ def load_engine_config(
         Pages that a full-attention row is mapped ahead of its length.
     use_bounded_swa : bool
         Whether window layers live in rings.
+    recurrent_state_dtype, conv_state_dtype : str or None
+        Element types of recurrent states: float32, float16 or bfloat16. None: what the file says; in the Hugging Face dialect
+        float32, and the type of the weights, where it says nothing.
+    max_verify_tokens : int
+        Most tokens of a row that a verification step runs; 0: recurrent layers need nothing to commit from.
+    recurrent_spec_verify_mode : str or None
+        "snapshot" or "replay"; see `LLMEngineConfig`. None: what the file says, else "snapshot".
+    conv_state_room : int
+        Columns of a convolution state beyond those that the next token reads; see `LLMEngineConfig`.
     rank, expected_world_size : int or None
         Tensor-parallel rank whose overrides are applied, and how many ranks there must be (Edge-LLM dialect).
 
@@ -94,15 +108,42 @@ def load_engine_config(
         num_kv_pages=num_kv_pages,
         lookahead_pages=lookahead_pages,
         use_bounded_swa=use_bounded_swa,
+        recurrent_state_dtype=recurrent_state_dtype,
+        conv_state_dtype=conv_state_dtype,
+        max_verify_tokens=max_verify_tokens,
+        recurrent_spec_verify_mode=recurrent_spec_verify_mode,
+        conv_state_room=conv_state_room,
         rank=rank,
         expected_world_size=expected_world_size,
     )
-    name, content = ("config", source) if isinstance(source, Mapping) else _read_file(source)
+    name, content = read_source(source, "config")
+    if is_edgellm(content):
+        return read_edgellm(edgellm_reader(name, content), limits)
+    return read_huggingface(Reader(f"{name} (Hugging Face)", content, null_is_absent=True), limits)
+
+
+def is_edgellm(content: Mapping[str, object]) -> bool:
+    """Return whether a configuration is of the Edge-LLM dialect."""
+    return any(key in content for key in _EDGELLM_KEYS)
+
+
+def edgellm_reader(name: str, content: Mapping[str, object]) -> Reader:
+    """Return a reader of a configuration of the Edge-LLM dialect."""
+    return Reader(f"{name} (Edge-LLM)", content, null_is_absent=False)
+
+
+def read_source(source: str | os.PathLike[str] | Mapping[str, object], name: str) -> tuple[str, Mapping[str, object]]:
+    """Return what messages call a configuration, `name` if it is no file, and its content.
+
+    Raises
+    ------
+    ConfigError
+        If it cannot be read, or is not one JSON object.
+    """
+    name, content = (name, source) if isinstance(source, Mapping) else _read_file(source)
     if not isinstance(content, Mapping):
         raise ConfigError(f"{name}: {show(content)} is not an object; a model configuration is one JSON object")
-    if any(key in content for key in _EDGELLM_KEYS):
-        return read_edgellm(Reader(f"{name} (Edge-LLM)", content, null_is_absent=False), limits)
-    return read_huggingface(Reader(f"{name} (Hugging Face)", content, null_is_absent=True), limits)
+    return name, content
 
 
 def _read_file(source: str | os.PathLike[str]) -> tuple[str, object]:

@@ -3,19 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from numba_kv.device.device import Device
 from numba_kv.device.driver import check_driver, raise_allocation_error
 from numba_kv.device.graph import CudaGraph, Graph
 from numba_kv.device.memory import Memory, pinned_memory
-from numba_kv.device.stream import CudaStream, Stream, stream_handle
+from numba_kv.device.stream import CudaStream, Event, Stream, stream_handle
 from numba_kv.errors import InputError, InteropError, StateError
 
 if TYPE_CHECKING:
+    from types import TracebackType
+
     from numba_kv.device.tensor import Tensor
 
 __all__ = ["CudaDevice", "check_driver"]
+
+
+class _Pushed:
+    """Pops the context that `CudaDevice.active` has pushed."""
+
+    __slots__ = ("_device",)
+
+    def __init__(self, device: CudaDevice) -> None:
+        self._device = device
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._device.leave()
+
+
+_UNCHANGED = nullcontext()
 
 
 class CudaDevice(Device):
@@ -37,7 +58,7 @@ class CudaDevice(Device):
         made = False
         try:
             self.native.set_current()
-            self._context = int(check_driver(driver.cuCtxGetCurrent(), "current context"))
+            self._context = check_driver(driver.cuCtxGetCurrent(), "current context")
             self.stream = self.as_stream(stream)
             made = True
         finally:
@@ -52,16 +73,22 @@ class CudaDevice(Device):
 
     def enter(self) -> bool:
         """Push the device's context if another one, or none, is current."""
-        driver = self._driver
-        status, current = driver.cuCtxGetCurrent()
-        if not status and int(current) == self._context:
+        status, current = self._driver.cuCtxGetCurrent()
+        if not status and current == self._context:
             return False
-        check_driver(driver.cuCtxPushCurrent(self._context), "making the device current")
+        check_driver(self._driver.cuCtxPushCurrent(self._context), "making the device current")
         return True
 
     def leave(self) -> None:
         """Pop the device's context."""
         check_driver(self._driver.cuCtxPopCurrent(), "restoring the current device")
+
+    def active(self) -> AbstractContextManager[None]:
+        """Make the device current and return a context at whose end it is as before; for a `with` statement alone.
+
+        It is current already in almost every call, and then there is nothing to make and to undo.
+        """
+        return _Pushed(self) if self.enter() else _UNCHANGED
 
     def allocate(self, nbytes: int) -> Memory:
         """Return zeroed device memory. Stream: allocation and zeroing are ordered on `stream`."""
@@ -149,6 +176,22 @@ class CudaDevice(Device):
             copy = self._driver.cuMemcpyHtoDAsync(destination, source, nbytes, stream.driver_stream)  # type: ignore[attr-defined]
             check_driver(copy, "copy to the device")
         self.bytes_to_device += nbytes
+
+    def copy_and_record(self, destination: int, source: int, nbytes: int, stream: Stream, again: Event | None) -> Event:
+        """Enqueue a copy and an event; the device is looked at once."""
+        if again is None or again.native is None:
+            return super().copy_and_record(destination, source, nbytes, stream, again)
+        entered = self.enter()
+        try:
+            (status,) = self._driver.cuMemcpyHtoDAsync(destination, source, nbytes, stream.driver_stream)  # type: ignore[attr-defined]
+            if status:
+                check_driver((status,), "copy to the device")
+            self.bytes_to_device += nbytes
+            stream.native.record(again.native)  # type: ignore[attr-defined]
+        finally:
+            if entered:
+                self.leave()
+        return again
 
     def copy_to_host(self, destination: int, source: int, nbytes: int, stream: Stream) -> None:
         """Copy and wait."""

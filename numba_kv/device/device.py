@@ -10,7 +10,7 @@ from operator import index
 from typing import TYPE_CHECKING, Any
 
 from numba_kv.device.memory import Memory, MemoryStats
-from numba_kv.device.stream import Stream, stream_handle
+from numba_kv.device.stream import Event, Stream, stream_handle
 from numba_kv.device.target import resolve_target
 from numba_kv.device.tensor import Tensor
 from numba_kv.device.unique import Unique
@@ -105,6 +105,11 @@ class Device(Unique, ABC):
     @abstractmethod
     def copy_to_device(self, destination: int, source: int, nbytes: int, stream: Stream) -> None:
         """Copy host bytes at address `source` to the device address `destination`. Stream: enqueues."""
+
+    def copy_and_record(self, destination: int, source: int, nbytes: int, stream: Stream, again: Event | None) -> Event:
+        """Copy as `copy_to_device`, and return an event behind it as ``stream.record(again=again)``. Stream: enqueues both."""
+        self.copy_to_device(destination, source, nbytes, stream)
+        return stream.record(again=again)
 
     @abstractmethod
     def copy_to_host(self, destination: int, source: int, nbytes: int, stream: Stream) -> None:

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from numba_kv.device.driver import check_driver
 from numba_kv.device.stream import CudaStream, Stream
 from numba_kv.errors import StateError
 
@@ -18,13 +17,7 @@ __all__ = ["CudaGraph", "Graph", "HostGraph", "is_capturing"]
 
 def is_capturing(stream: Stream) -> bool:
     """Return whether what is enqueued on `stream` goes into a graph instead of running. Host only."""
-    if not isinstance(stream, CudaStream):
-        return False
-    from cuda.bindings import driver
-
-    with stream.active():
-        status = check_driver(driver.cuStreamIsCapturing(stream.driver_stream), "capture query")
-    return bool(status != driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE)
+    return stream.is_capturing
 
 
 class Graph:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from numba_kv.errors import StateError
 
@@ -80,18 +80,23 @@ class CallGuard:
         StateError
             If another call is running, or the object is closed or poisoned.
         """
-        self._acquire()
+        if not self._lock.acquire(False):
+            self._refuse_thread()
         try:
-            self.check_open()
-            if self.poison is not None:
-                reason = f"{self._name} failed while work was being enqueued ({self.poison!r}); close it"
-                raise StateError(reason) from self.poison
-            if self._is_busy and self._poisons:  # what cannot be spoiled just goes on
-                raise StateError(f"{self._name}: a call is running in this thread, or was interrupted; close it")
+            if self.is_closed or self.poison is not None or (self._is_busy and self._poisons):
+                self._refuse()
             self._is_busy = True
         except BaseException:
             self._lock.release()
             raise
+
+    def _refuse(self) -> NoReturn:
+        self.check_open()
+        if self.poison is not None:
+            reason = f"{self._name} failed while work was being enqueued ({self.poison!r}); close it"
+            raise StateError(reason) from self.poison
+        # what cannot be spoiled just goes on, and does not come here
+        raise StateError(f"{self._name}: a call is running in this thread, or was interrupted; close it")
 
     def release(self) -> None:
         """Let the next call in."""
@@ -111,13 +116,13 @@ class CallGuard:
         StateError
             If a call is running in another thread.
         """
-        self._acquire()
+        if not self._lock.acquire(False):
+            self._refuse_thread()
         self.is_closed = True
         self._lock.release()
 
-    def _acquire(self) -> None:
-        if not self._lock.acquire(blocking=False):
-            raise StateError(f"{self._name} is in use by another thread; calls must not overlap")
+    def _refuse_thread(self) -> NoReturn:
+        raise StateError(f"{self._name} is in use by another thread; calls must not overlap")
 
 
 class HostCalls:

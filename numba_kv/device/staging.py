@@ -28,6 +28,7 @@ _INT32 = dtype("int32")
 class _Block:
     def __init__(self, memory: Memory, words: NDArray[np.int32]) -> None:
         self.memory = memory
+        self.address = memory.address
         self.words = words
         self.event: Event | None = None
 
@@ -86,10 +87,11 @@ class Staging:
         every block made so far is in flight.
         """
         block = self._current()
-        if block.event is not None and not block.event.is_done:
+        event = block.event
+        if event is not None and not event.is_done:
             if len(self._blocks) < self._max_blocks:
                 return self._grow().words
-            block.event.synchronize()
+            event.synchronize()
         return block.words
 
     def send(self, parts: list[tuple[int, int, Tensor, int]], stream: Stream) -> None:
@@ -115,11 +117,31 @@ class Staging:
                 raise InputError(f"staging: words {first}..{first + count} to {at} do not fit the block or the destination")
             if destination.dtype is not _INT32 or not destination.is_contiguous:
                 raise ShapeError(f"staging: {destination!r} is not a dense int32 tensor")
-        base = block.memory.address
+        base = block.address
         for first, count, destination, at in parts:
             if count:
                 self._device.copy_to_device(destination.address + 4 * at, base + 4 * first, 4 * count, stream)
         block.event = stream.record(again=block.event)
+        self._next = (self._next + 1) % len(self._blocks)
+
+    def send_to(self, address: int, num_words: int, stream: Stream) -> None:
+        """Copy the first words of the acquired block to a device address with room for a whole block.
+
+        For a path on which looking at a tensor takes as long as the copy.
+
+        Raises
+        ------
+        InputError
+            If there are none, or the block has fewer; nothing is copied then.
+        StateError
+            After `close`.
+
+        Stream: enqueues the copy and an event.
+        """
+        block = self._current()
+        if not 0 < num_words <= self._num_words:
+            raise InputError(f"staging: num_words {num_words} is not in 1..{self._num_words} (words of a block)")
+        block.event = self._device.copy_and_record(address, block.address, 4 * num_words, stream, block.event)
         self._next = (self._next + 1) % len(self._blocks)
 
     def close(self) -> None:

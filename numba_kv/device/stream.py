@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from numba_kv.device.driver import check_driver
 from numba_kv.errors import InputError, StateError
 
 if TYPE_CHECKING:
@@ -30,10 +31,17 @@ class Event:
     @property
     def is_done(self) -> bool:
         """Whether the work before the event has finished (host only, does not wait)."""
-        if self.native is None:
+        native, device = self.native, self._device
+        if native is None:
             return True
-        with self._active():
-            return bool(self.native.is_done)
+        if device is None:
+            return bool(native.is_done)
+        entered = device.enter()  # as `active` does, at half its cost: this is asked before every upload
+        try:
+            return bool(native.is_done)
+        finally:
+            if entered:
+                device.leave()
 
     def synchronize(self) -> None:
         """Wait until the work before the event has finished."""
@@ -63,6 +71,11 @@ class Stream:
     """
 
     handle: int = 0
+
+    @property
+    def is_capturing(self) -> bool:
+        """Whether what is enqueued now goes into a graph instead of running. Host only."""
+        return False
 
     def record(self, *, timing: bool = False, again: Event | None = None) -> Event:
         """Enqueue and return an event after all work enqueued so far.
@@ -117,6 +130,7 @@ class CudaStream(Stream):
 
         self.native = native
         self.handle = int(native.handle)
+        self._driver: Any = driver
         self.driver_stream = driver.CUstream(self.handle)
         self._device = device
         self._owns = owns
@@ -134,6 +148,20 @@ class CudaStream(Stream):
     def active(self) -> AbstractContextManager[None]:
         """Return a context in which the stream's device is current."""
         return self._device.active()
+
+    @property
+    def is_capturing(self) -> bool:
+        """Whether what is enqueued now goes into a graph instead of running. Host only."""
+        device = self._device
+        entered = device.enter()  # as `active` does, at half its cost: this is asked in every step
+        try:
+            status, *found = self._driver.cuStreamIsCapturing(self.driver_stream)
+        finally:
+            if entered:
+                device.leave()
+        if status:
+            check_driver((status,), "capture query")
+        return bool(found[0])  # 0 is the driver's word for none
 
     def record(self, *, timing: bool = False, again: Event | None = None) -> Event:
         """Enqueue and return an event after all work enqueued so far."""

@@ -65,6 +65,8 @@ def rewind_refusal(start, peak, floor, groups):
     """Return 0, or why a row of peak length `peak` cannot go back to `start` tokens."""
     if start < floor:
         return REWIND_TOO_FAR
+    if start == 0:  # nothing of the row is left: nothing to find
+        return 0
     for g in range(1, groups.shape[0]):
         shift = groups[g, SHIFT]
         if lowest_page(groups[g, KIND], groups[g, WINDOW], shift, start) < pages_of(peak, shift) - groups[g, RING]:
@@ -195,7 +197,7 @@ def advance(
         refusal = OVER_CAPACITY
     elif count > 0 and full_kind == FULL and pages_of(start + count, full_shift) > held:
         refusal = PAGE_MISSING
-    elif back > 0 and start > 0:
+    elif back > 0:
         refusal = rewind_refusal(start, peak, floor, groups)
     if refusal != 0:
         if g == 0:

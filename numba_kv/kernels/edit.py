@@ -13,6 +13,7 @@ from numba_kv.kernels.layout import (
     EMPTY,
     FIRST,
     FLAGS,
+    FLOOR,
     HIGH_TOKENS,
     IDS_AT,
     KIND,
@@ -82,9 +83,10 @@ def apply_edits(
     take_back_at,
     old_tokens,
 ):
-    """Write the rows that the records name; the last item copies the layout of the next step.
+    """Write the rows that the records name, and copy the layout of the next step.
 
-    Item: a record, or behind them the layout (`layout_at`, `take_back_at`: first words in `edits`, negative if absent).
+    Item: a record; item `num_records`, if it is not negative: the layout (`layout_at`, `take_back_at`: its first words in
+    `edits`, negative if absent).
     Lanes share columns; no lane reads what another writes.
     """
     if item == num_records:
@@ -136,6 +138,8 @@ def apply_edits(
             i += lanes
         if lane == 0:
             leased[row] = edits[at + FIRST] + edits[at + COUNT]
+            if flags & FLOOR != 0:
+                floors[row] = edits[at + LOW_TOKENS]
     if flags & RESET != 0:
         ring_at = np.int64(edits[at + RINGS_AT])
         for g in range(1, groups.shape[0]):

@@ -14,13 +14,14 @@ arguments once; a launch is then one call that passes nothing but the parameter 
     word    0      1 ..............................
             items  address, extents | value | ...          in the order of declaration
 
-Kernels and routines are functions of a module: what they name is found there.
+Kernels and routines are functions of a module: what they name is found there. `Kernel.fixed` makes scalars constants of the
+compiled kernel: what they decide costs nothing when it runs.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from operator import index
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
@@ -34,13 +35,29 @@ from numba_kv.kernels.spec import Argument
 if TYPE_CHECKING:
     from numba_kv.device.stream import Stream
 
-__all__ = ["Kernel", "Launch", "Routine", "all_kernels", "kernel", "routine", "specialise"]
+__all__ = [
+    "SIM_LANES",
+    "Kernel",
+    "Launch",
+    "Primitive",
+    "Routine",
+    "all_kernels",
+    "kernel",
+    "lanes_of",
+    "primitive",
+    "routine",
+    "specialise",
+]
 
 #: Items below this are one block of the thread form; more are split.
 _THREADS = 128
 _MAX_THREADS = 1024
+#: The simulator starts one Python thread a lane; a few already show that lanes share an item.
+SIM_LANES = 4
 _MOST_ITEMS = (1 << 63) - 1
 _REGISTRY: dict[str, Kernel] = {}
+#: Compute capability.
+Architecture = tuple[int, int]
 
 
 class Routine:
@@ -65,11 +82,47 @@ def routine(function: Callable[..., Any]) -> Routine:
     return Routine(_module_function(function))
 
 
-def specialise(function: FunctionType, compile_routine: Callable[[Any], Any]) -> FunctionType:
-    """Return `function` with every routine that it names compiled by `compile_routine`."""
+class Primitive(Routine):
+    """A routine for which a GPU has instructions of its own. Its function is what `cpu` runs, and `sim` if `sim` is None."""
+
+    def __init__(self, function: FunctionType, gpu: Callable[[Architecture], Any], sim: Callable[..., Any] | None) -> None:
+        super().__init__(function)
+        self.gpu = gpu
+        self._simulated = sim or function
+
+    def __call__(self, *arguments: Any) -> Any:
+        """Run it in the simulator."""
+        return self._simulated(*arguments)
+
+
+def primitive(
+    *, gpu: Callable[[Architecture], Any], sim: Callable[..., Any] | None = None
+) -> Callable[[Callable[..., Any]], Primitive]:
+    """Declare a routine that a GPU does otherwise.
+
+    Parameters
+    ----------
+    gpu : callable
+        Returns what Numba's CUDA compiler calls instead for a compute capability, None for the function itself. It is asked
+        whenever a kernel is compiled.
+    sim : callable, optional
+        What the simulator runs instead.
+    """
+
+    def decorate(function: Callable[..., Any]) -> Primitive:
+        return Primitive(_module_function(function), gpu, sim)
+
+    return decorate
+
+
+def specialise(
+    function: FunctionType, compile_routine: Callable[[Any], Any], gpu: Architecture | None = None
+) -> FunctionType:
+    """Return `function` with every routine that it names compiled by `compile_routine`; for a GPU, with its primitives."""
     scope = dict(function.__globals__)
     for name, found in _routines_of(function):
-        scope[name] = compile_routine(specialise(found.function, compile_routine))
+        own = found.gpu(gpu) if gpu is not None and isinstance(found, Primitive) else None
+        scope[name] = compile_routine(specialise(found.function, compile_routine, gpu)) if own is None else own
     return FunctionType(function.__code__, scope, function.__name__, function.__defaults__)
 
 
@@ -103,12 +156,22 @@ class Kernel:
         Declarations in order.
     block_form : bool
         Whether an item is a block whose lanes share it.
+    open : frozenset of str
+        Scalars that have to be fixed before it can be bound.
     """
 
-    def __init__(self, function: Callable[..., None], arguments: dict[str, Argument], block_form: bool) -> None:
+    def __init__(
+        self,
+        function: Callable[..., None],
+        arguments: dict[str, Argument],
+        block_form: bool,
+        open_scalars: Iterable[str] = (),
+    ) -> None:
         self.function = _module_function(function)
         self.name = self.function.__name__
         self.arguments = arguments
+        self.open = frozenset(open_scalars)
+        self._variants: dict[tuple[int, ...], Kernel] = {}
         self.block_form = block_form
         leading = ["item", "lane", "lanes"] if block_form else ["item"]
         names = list(inspect.signature(function).parameters)
@@ -116,6 +179,24 @@ class Kernel:
             raise InputError(
                 f"kernel {self.name}: parameters {names[len(leading) :]} and declarations {list(arguments)} differ"
             )
+
+    def fixed(self, **values: int) -> Kernel:
+        """Return the kernel whose open scalars are constants; equal values give the same object.
+
+        Raises
+        ------
+        InputError
+            If other scalars than the open ones are given.
+        """
+        if set(values) != self.open:
+            raise InputError(f"kernel {self.name}: {sorted(values)} given, its open scalars {sorted(self.open)} wanted")
+        key = tuple(index(values[name]) for name in self.arguments if name in self.open)
+        if key not in self._variants:
+            arguments = {n: a.fixed(values[n]) if n in self.open else a for n, a in self.arguments.items()}
+            made = Kernel(self.function, arguments, self.block_form)
+            made.name = f"{self.name}_{'_'.join(map(str, key))}".replace("-", "m")
+            self._variants[key] = made
+        return self._variants[key]
 
     @property
     def num_words(self) -> int:
@@ -157,7 +238,10 @@ class Kernel:
             raise InputError(f"device: {type(device).__name__} is not a Device")
         if not isinstance(values, Mapping):
             raise InputError(f"values: {type(values).__name__} is not a mapping of argument names to values")
-        missing, extra = set(self.arguments) - set(values), set(values) - set(self.arguments)
+        if self.open:
+            raise InputError(f"kernel {self.name}: its scalars {sorted(self.open)} are open; bind one of its fixed forms")
+        wanted = {name for name, argument in self.arguments.items() if argument.value is None}
+        missing, extra = wanted - set(values), set(values) - wanted
         if missing or extra:
             raise InputError(f"kernel {self.name}: missing {sorted(missing)}, unknown {sorted(extra, key=str)}")
         if threads is None:
@@ -186,6 +270,8 @@ class Launch:
         words: list[int] = [0]
         self._places: dict[str, int] = {}
         for name, argument in kernel.arguments.items():
+            if argument.value is not None:
+                continue
             if argument.dtype is None:
                 self._places[name] = len(words)
             words += argument.pack(name, values[name])
@@ -244,6 +330,13 @@ class Launch:
         raise InvariantError(f"kernel {self.kernel.name}: scalars {scalars} were refused without a reason")
 
 
+def lanes_of(device: Device, threads: int) -> int:
+    """Return the lanes of a block form's item, if blocks have `threads` threads where there are any."""
+    if isinstance(device, CudaDevice):
+        return threads
+    return SIM_LANES if device.target == "sim" else 1
+
+
 def _checked_threads(threads: Any) -> int:
     try:
         number = 0 if isinstance(threads, bool) else index(threads)
@@ -269,11 +362,13 @@ def _runner(launch: Launch) -> Callable[[int, Stream], None]:
     return cpu_runner(launch)
 
 
-def kernel(*, block_form: bool = False, **arguments: Argument) -> Callable[[Callable[..., None]], Kernel]:
-    """Declare a kernel; see the module docstring."""
+def kernel(
+    *, block_form: bool = False, open_scalars: Iterable[str] = (), **arguments: Argument
+) -> Callable[[Callable[..., None]], Kernel]:
+    """Declare a kernel; see the module docstring. One with open scalars is a pattern, see `Kernel.fixed`."""
 
     def decorate(function: Callable[..., None]) -> Kernel:
-        made = Kernel(function, arguments, block_form)
+        made = Kernel(function, arguments, block_form, open_scalars)
         if function.__module__.startswith(f"{__package__}."):
             _REGISTRY[made.name] = made
         return made
@@ -282,7 +377,10 @@ def kernel(*, block_form: bool = False, **arguments: Argument) -> Callable[[Call
 
 
 def all_kernels() -> dict[str, Kernel]:
-    """Return every kernel of the package by name (imports them); kernels of other modules are not among them."""
+    """Return every kernel of the package by name (imports them); kernels of other modules are not among them.
+
+    Of a kernel with open scalars these are the fixed forms that exist so far.
+    """
     import importlib
     import pkgutil
 
@@ -291,4 +389,8 @@ def all_kernels() -> dict[str, Kernel]:
     for module in pkgutil.iter_modules(package.__path__):
         if not module.name.startswith("on_"):
             importlib.import_module(f"{package.__name__}.{module.name}")
-    return dict(_REGISTRY)
+    found: dict[str, Kernel] = {}
+    for each in _REGISTRY.values():
+        forms = each._variants.values() if each.open else (each,)
+        found |= {form.name: form for form in forms}
+    return found

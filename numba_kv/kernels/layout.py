@@ -47,6 +47,19 @@ HIGH_TOKENS = 9
 # bits of FLAGS
 RESET = 1  # length 0, nothing mapped
 LIVE = 2  # with RESET: the row gets ring pages; without it, it is retired
+FLOOR = 4  # the row's floor becomes LOW_TOKENS
+
+# words of a record of `place_rows`; behind them the first mapped page of each group
+PLACE_ROW = 0
+PLACE_PARENT = 1  # row whose first full-group pages it shares, or -1
+PLACE_SHARED = 2  # how many
+PLACE_LAST = 3  # page id behind them, or -1
+PLACE_LEASED = 4  # full-group pages that the row holds
+PLACE_OLD_LENGTH = 5  # its length before
+PLACE_LENGTH = 6
+PLACE_HIGH_WATER = 7
+PLACE_FLOOR = 8  # of the row, and of its parent
+PLACE_WORDS = 9
 
 # how `advance` reads `take_back`
 NO_BACK = 0

@@ -14,7 +14,7 @@ from typing import Any
 
 from numba_kv.device.target import simulator_is_on
 
-__all__ = ["array_from_address", "compile_to_ptx", "cuda", "cuda_device_function"]
+__all__ = ["array_from_address", "compile_to_ptx", "cuda", "cuda_device_function", "cuda_module"]
 
 if simulator_is_on():
     from numba import cuda
@@ -22,7 +22,8 @@ else:
     cuda = None
 
 
-def _load_cuda() -> Any:
+def cuda_module() -> Any:
+    """Return Numba's CUDA package, not the simulator's; imported by the first call."""
     from numba import cuda as module
 
     return module
@@ -73,7 +74,7 @@ def array_from_address(kind: str, ndim: int, on_gpu: bool) -> Any:
 
 def cuda_device_function(function: Any) -> Any:
     """Return `function` as a CUDA device function (a fresh one: its overloads are for one architecture)."""
-    return _load_cuda().jit(device=True)(function)
+    return cuda_module().jit(device=True)(function)
 
 
 @contextmanager
@@ -95,5 +96,5 @@ def compile_to_ptx(entry: Any, num_words: int, compute_capability: tuple[int, in
 
     signature = types.void(*[types.int64] * num_words)
     with _architecture(compute_capability):
-        ptx, _ = _load_cuda().compile(entry, signature, cc=compute_capability, device=False, abi="numba", output="ptx")
+        ptx, _ = cuda_module().compile(entry, signature, cc=compute_capability, device=False, abi="numba", output="ptx")
     return str(ptx)

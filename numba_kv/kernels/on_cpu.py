@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 __all__ = ["cpu_runner"]
 
 _loops: dict[Kernel, Any] = {}
+#: Compiled routines by the identity of their code, which is kept beside them: most kernels call the same ones.
+_routines: dict[int, tuple[Any, Any]] = {}
 _lock = threading.RLock()  # an interrupt must not lock its own thread out
 
 _SIGNATURE = "void(int64, int64[::1])"
@@ -51,11 +53,22 @@ def _source(kernel: Kernel, cache: bool) -> str:
     )
 
 
-def _work_item(kernel: Kernel) -> Any:
+def _inlined(function: Any) -> Any:
+    """Return `function` as what Numba puts into its callers; no Python calls it, so that it needs no wrapper."""
     import numba
 
-    inline = numba.njit(forceinline=True, _nrt=False)
-    return inline(specialise(kernel.function, inline))
+    return numba.njit(forceinline=True, _nrt=False, no_cpython_wrapper=True, no_cfunc_wrapper=True)(function)
+
+
+def _routine(function: Any) -> Any:
+    code = function.__code__
+    if id(code) not in _routines:
+        _routines[id(code)] = code, _inlined(function)
+    return _routines[id(code)][1]
+
+
+def _work_item(kernel: Kernel) -> Any:
+    return _inlined(specialise(kernel.function, _routine))
 
 
 class _MachineCode:

@@ -41,7 +41,7 @@ def entry({parameters}):
 """
 
 
-def _entry(kernel: Kernel) -> Any:
+def _entry(kernel: Kernel, compute_capability: tuple[int, int]) -> Any:
     """Return the function that unpacks a parameter block of 64-bit words and does the work of one item."""
     import numpy as np
     from numba import cuda
@@ -54,7 +54,7 @@ def _entry(kernel: Kernel) -> Any:
     scope: dict[str, Any] = {
         "np": np,
         "cuda": cuda,
-        "_work": cuda_device_function(specialise(kernel.function, cuda_device_function)),
+        "_work": cuda_device_function(specialise(kernel.function, cuda_device_function, compute_capability)),
     }
     for kind, ndim in array_kinds(kernel):
         scope[f"{kind}_{ndim}"] = array_from_address(kind, ndim, True)
@@ -66,7 +66,7 @@ def _entry(kernel: Kernel) -> Any:
 
 def compile_ptx(kernel: Kernel, compute_capability: tuple[int, int]) -> str:
     """Return the kernel's PTX for one architecture. Needs no GPU."""
-    ptx = compile_to_ptx(_entry(kernel), kernel.num_words, compute_capability)
+    ptx = compile_to_ptx(_entry(kernel, compute_capability), kernel.num_words, compute_capability)
     _check_parameters(kernel, ptx)
     return ptx
 
@@ -78,7 +78,8 @@ def dispatcher_launch(launch: Launch, items: int, stream: Stream) -> Callable[[]
     words = launch.block.tolist()
     words[0] = items
     per_block = 1 if launch.kernel.block_form else launch.threads
-    configured = cuda.jit(_entry(launch.kernel))[-(-items // per_block), launch.threads, stream.native]  # type: ignore[attr-defined]
+    entry = _entry(launch.kernel, launch.device.compute_capability)  # type: ignore[attr-defined]
+    configured = cuda.jit(entry)[-(-items // per_block), launch.threads, stream.native]  # type: ignore[attr-defined]
     return lambda: configured(*words)
 
 

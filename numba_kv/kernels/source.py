@@ -21,7 +21,9 @@ def unpack_lines(kernel: Kernel, word: str) -> list[str]:
     """Return one line an argument that makes it from the block; `word` formats word number i."""
     lines, at = [], 1
     for name, argument in kernel.arguments.items():
-        if argument.dtype is None:
+        if argument.value is not None:
+            lines.append(f"{name} = {argument.value}")
+        elif argument.dtype is None:
             lines.append(f"{name} = {word.format(i=at)}")
         else:
             extents = "".join(f"{word.format(i=at + 1 + axis)}, " for axis in range(argument.ndim))
@@ -58,7 +60,7 @@ def build_key() -> str:
 def product_name(kernel: Kernel) -> str:
     """Return a name for products of `kernel`: its own and a hash of what it depends on beside the build key."""
     digest = hashlib.blake2b(digest_size=8)
-    declared = [(name, a.storage_name, a.ndim) for name, a in kernel.arguments.items()]
+    declared = [(name, a.storage_name, a.ndim, a.value) for name, a in kernel.arguments.items()]
     digest.update(repr((kernel.function.__module__, kernel.function.__qualname__, kernel.block_form, declared)).encode())
     for function in kernel.functions:
         code = function.__code__

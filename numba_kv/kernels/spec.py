@@ -21,10 +21,14 @@ _INT64 = range(-(1 << 63), 1 << 63)
 
 @dataclass(frozen=True, slots=True)
 class Argument:
-    """One declared argument: a dense array of `ndim` axes, or a 64-bit integer (`dtype` None)."""
+    """One declared argument: a dense array of `ndim` axes, or a 64-bit integer (`dtype` None).
+
+    With a `value` it is no argument but a constant of the compiled kernel.
+    """
 
     dtype: DType | None
     ndim: int = 0
+    value: int | None = None
 
     @property
     def storage_name(self) -> str:
@@ -35,8 +39,16 @@ class Argument:
 
     @property
     def words(self) -> int:
-        """64-bit words it takes in a parameter block: address and extents, or the value."""
+        """64-bit words it takes in a parameter block: address and extents, or the value; a constant takes none."""
+        if self.value is not None:
+            return 0
         return 1 if self.dtype is None else 1 + self.ndim
+
+    def fixed(self, value: int) -> Argument:
+        """Return the scalar as a constant."""
+        if self.dtype is not None:
+            raise InputError("an array cannot be a constant")
+        return Argument(None, 0, index(value))
 
     def pack(self, name: str, value: Any) -> list[int]:
         """Return the words of `value`.

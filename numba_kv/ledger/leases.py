@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from numba_kv.errors import CapacityError
+from numba_kv.ledger.sharing import freed_pages
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from numba_kv.ledger.rows import RowLedger
 
-__all__ = ["LeasePlan", "plan_leases"]
+__all__ = ["LeasePlan", "plan_leases", "plan_room"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +72,41 @@ def plan_leases(ledger: RowLedger, counts: NDArray[np.int64]) -> LeasePlan | Non
                 evictable=int(surplus.sum()),
             )
         targets = _take_back(targets, surplus, shortage - free)
+    return LeasePlan(np.flatnonzero(targets != ledger.leased), targets)
+
+
+def plan_room(
+    ledger: RowLedger, wanted: int, purpose: str, keep: tuple[int, int] = (0, 0), leaving: Sequence[int] = ()
+) -> LeasePlan | None:
+    """Return which pages that run ahead go back to the pool so that `wanted` are free; None if they are.
+
+    ``keep = (row, pages)``: that row needs so many of its pages. `leaving`: rows that become empty before.
+
+    Raises
+    ------
+    CapacityError
+        If even that is not enough; carries needed, free and reclaimable pages.
+    """
+    free = ledger.pool.free_pages
+    if wanted <= free:
+        return None
+    free += freed_pages(ledger, list(leaving))
+    if wanted <= free:
+        return None
+    full = ledger.plan.groups[0]
+    needed = -(-ledger.hi // full.page_tokens)
+    needed[keep[0]] = max(int(needed[keep[0]]), keep[1])
+    surplus = np.where(ledger.live, np.maximum(ledger.leased - needed, 0), 0)
+    surplus[list(leaving)] = 0
+    if wanted > free + int(surplus.sum()):
+        raise CapacityError(
+            f"pages: {purpose} needs {wanted} of {full.page_tokens} tokens, {free} are free and {int(surplus.sum())} run ahead "
+            f"of rows; retire or shorten a sequence, or plan with more num_kv_pages ({full.usable_pages})",
+            needed=wanted,
+            free=free,
+            evictable=int(surplus.sum()),
+        )
+    targets = _take_back(ledger.leased, surplus, wanted - free)
     return LeasePlan(np.flatnonzero(targets != ledger.leased), targets)
 
 

@@ -1,4 +1,4 @@
-"""Page ids of one pool: which are free, which are owned, and that each is exactly one of them."""
+"""Page ids of one pool: which are free, which one row owns, which several rows share, and that each is exactly one of them."""
 
 from __future__ import annotations
 
@@ -22,20 +22,23 @@ class PoolFigures:
     Attributes
     ----------
     free, owned, reserved : int
-        Usable and unused; held by a row; the null and trash page.
+        Usable and unused; held by one row; the null and trash page.
     peak_owned : int
-        Most pages ever held at once.
+        Most pages ever held at once, by one row or several.
+    shared : int
+        Held by several rows, which only read them.
     """
 
     free: int
     owned: int
     reserved: int
     peak_owned: int
+    shared: int = 0
 
     @property
     def total(self) -> int:
         """All pages of the pool."""
-        return self.free + self.owned + self.reserved
+        return self.free + self.owned + self.shared + self.reserved
 
 
 class PageIdPool:
@@ -54,18 +57,21 @@ class PageIdPool:
     ----------
     stack : int32 [usable_pages]
         The first `free_pages` are the free ids; the last of these is used first.
+    shares : int32 [usable_pages]
+        Rows that hold a page, less one; 0 for a free page.
     """
 
     def __init__(self, usable_pages: int, reserved_pages: int) -> None:
         self.usable_pages = usable_pages
         self.free_pages = usable_pages
         self.stack = np.arange(usable_pages - 1, -1, -1, dtype=np.int32)
+        self.shares = np.zeros(usable_pages, np.int32)
         self._reserved = reserved_pages
         self._peak = 0
 
     @property
     def owned_pages(self) -> int:
-        """Pages that rows own."""
+        """Pages that rows hold, those that several share counted once."""
         return self.usable_pages - self.free_pages
 
     def peek(self, count: int) -> NDArray[np.int32]:
@@ -92,8 +98,18 @@ class PageIdPool:
         self._peak = max(self._peak, self.owned_pages)
         return ids
 
+    def share(self, ids: NDArray[np.int32], holders: int) -> None:
+        """Note `holders` more rows that hold the pages `ids`, each of them owned."""
+        self.shares[ids] += np.int32(holders)
+
+    def drop(self, ids: NDArray[np.int32]) -> None:
+        """Note that one row holds its pages `ids` no more; those that nobody else holds become free."""
+        alone = self.shares[ids] == 0
+        self.release(ids[alone])
+        self.shares[ids[~alone]] -= 1
+
     def release(self, ids: NDArray[np.int32]) -> None:
-        """Give pages back.
+        """Give pages back that one row held alone.
 
         Raises
         ------
@@ -107,22 +123,29 @@ class PageIdPool:
 
     def figures(self) -> PoolFigures:
         """Return the counts."""
-        return PoolFigures(self.free_pages, self.owned_pages, self._reserved, self._peak)
+        shared = int(np.count_nonzero(self.shares))
+        return PoolFigures(self.free_pages, self.owned_pages - shared, self._reserved, self._peak, shared)
 
     def check(self, owned: NDArray[np.int32]) -> None:
-        """Check that `owned` (the ids that rows hold) and the free list are all usable pages, each once.
+        """Check that `owned` (the ids that rows hold) and the free list are all usable pages.
+
+        A free page is there once, another once for each row that holds it.
 
         Raises
         ------
         InvariantError
-            Naming the first page that is lost or held twice.
+            Naming the first page that is lost, or held more or less often than noted.
         """
         free = self.stack[: self.free_pages]
         for name, ids in (("held by a row", owned), ("in the free list", free)):
             if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < self.usable_pages:
                 page = int(ids.min()) if int(ids.min()) < 0 else int(ids.max())
                 raise InvariantError(f"page {page} is {name}, but pages are 0..{self.usable_pages - 1}")
-        seen = np.bincount(np.concatenate([owned, free]), minlength=self.usable_pages)
-        if np.any(seen != 1):
-            page = int(np.flatnonzero(seen != 1)[0])
-            raise InvariantError(f"page {page} is accounted for {int(seen[page])} times, 1 expected")
+        is_free = np.bincount(free, minlength=self.usable_pages)
+        seen = np.bincount(owned, minlength=self.usable_pages) + is_free
+        expected = 1 + self.shares
+        wrong = (seen != expected) | ((is_free > 0) & (expected != 1))
+        if np.any(wrong):
+            page = int(np.flatnonzero(wrong)[0])
+            free_too = ", and it is free" if is_free[page] else ""
+            raise InvariantError(f"page {page} is accounted for {int(seen[page])} times, {expected[page]} expected{free_too}")

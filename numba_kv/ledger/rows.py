@@ -13,6 +13,7 @@ import numpy as np
 from numba_kv.errors import InvariantError
 from numba_kv.geometry import ceil_div, rewind_is_allowed
 from numba_kv.ledger.pages import PageIdPool
+from numba_kv.ledger.sharing import lowest_floor
 from numba_kv.plan import MemoryPlan
 
 if TYPE_CHECKING:
@@ -42,7 +43,8 @@ class RowLedger:
     ring_pages : int32 [B, ring pages of all groups]
         Ring pages of each row; `rings` is a view [B, R] of it for each group (entry 0 is empty).
     numbers : int64 [7 + G, B]
-        The arrays above and below, one a line: generation and prompt, then what an empty row has 0 of.
+        The arrays above and below, one a line, in the order of `kernels/row_changes.py`: generation and prompt, then what an
+        empty row has 0 of.
     free_rows, peak_rows, admitted : int
         Rows without a sequence; most rows ever in use; sequences admitted so far.
     is_exact : bool
@@ -94,8 +96,8 @@ class RowLedger:
         """Note what `kernels/row_changes.py` did to the arrays: rows that left and joined, pages that are free now."""
         self.pool.free_pages = free_pages
         self.admitted += joining
-        self.free_rows += leaving - joining
-        self.peak_rows = max(self.peak_rows, len(self.live) - self.free_rows)
+        self.free_rows = free = self.free_rows + leaving - joining
+        self.peak_rows = max(self.peak_rows, len(self.live) - free)
 
     def peek_pages(self, rows: NDArray[np.int64], targets: NDArray[np.int64]) -> NDArray[np.int32]:
         """Return the ids that `move_pages` will map, row after row, without moving anything."""
@@ -188,8 +190,8 @@ class RowLedger:
         """Return why a row cannot be rewound to `target` tokens, or None."""
         if target == 0:
             return None
-        if target < self.floor[row]:
-            return f"tokens below {int(self.floor[row])} may not be rewritten"
+        if target < self.floor[row] and target < (floor := lowest_floor(self, row)):
+            return f"its first {floor} tokens lie in pages that other sequences read too"
         peak = int(self.high_water[row])
         for group in self.plan.groups[1:]:
             if not rewind_is_allowed(group.window, group.page_tokens, group.ring, peak, target):

@@ -10,6 +10,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from numba_kv.adapters import torch_kv
@@ -21,7 +22,7 @@ from numba_kv.replay.bench_step import median_us
 from numba_kv.shared_resources import SharedResources
 
 if TYPE_CHECKING:
-    from numba_kv.device import Device, Stream
+    from numba_kv.device import Device, Stream, Tensor
 
 __all__ = ["KVSizes", "measure_kv"]
 
@@ -79,6 +80,7 @@ class _Bench:
             self.io.set_scales(_LAYER, 0.5, 0.5)
         random = np.random.default_rng(0)
         shape = (sizes.tokens, sizes.heads, sizes.dim)
+        self.q = self.device.tensor((sizes.tokens, sizes.query_heads, sizes.dim), dtype("bfloat16"))
         self.k, self.v, self.k_out, self.v_out = (self.device.tensor(shape, dtype("bfloat16")) for _ in range(4))
         values = random.integers(0x3C00, 0x4000, shape, np.uint16)
         for tensor in (self.k, self.v):
@@ -91,11 +93,16 @@ class _Bench:
         few = random.choice(slots.reshape(-1), sizes.decode_tokens, replace=False)
         self.few_slots = self.device.tensor((sizes.decode_tokens,), dtype("int64"))
         self.few_slots.fill_from(few)
+        self.positions = self.device.tensor((sizes.tokens,), dtype("int32"))
+        self.positions.fill_from(random.integers(0, sizes.tokens, sizes.tokens, dtype=np.int32))
+        self.table = self.device.tensor((1, sizes.tokens, sizes.dim), dtype("float32"))
+        self.table.fill_from(random.uniform(-1, 1, self.table.shape).astype(np.float32))
 
     def points(self) -> list[dict[str, object]]:
         """Measure everything, and give the memory back."""
         try:
-            return [self._write(), self._gather(), self._copy_pages(), self._decode()]
+            points = [self._write(), self._rotate(), self._gather(), self._copy_pages()]
+            return points + [self._decode("write_decode", self._write_few), self._decode("rotate_decode", self._rotate_few)]
         finally:
             self.io.close()
             self.resources.close()
@@ -105,6 +112,23 @@ class _Bench:
         if self.kind == "bfloat16":
             found |= self._beside("write", self._moved())
         return found
+
+    def _rotate(self) -> dict[str, object]:
+        """Time the rotation of q and k and the write of k and v in one pass."""
+        sizes = self.sizes
+        nbytes = self._moved() + 2 * 2 * sizes.tokens * sizes.query_heads * sizes.dim
+        step = self._step(sizes.tokens, self.slots)
+        found = self._point(
+            "rotate", nbytes, lambda s: self.io.write_rotated(_LAYER, self.q, self.k, self.v, step, self.table)
+        )
+        if self.kind == "bfloat16" and self.device.target == "cuda" and torch_kv.is_installed():
+            us = self._others().rotate_then_write_us(self.q, self.table, self.positions)
+            found["triton_us"] = round(us, 2)
+        return found
+
+    def _step(self, tokens: int, slots: Tensor) -> Any:
+        """Return what `KVIO` reads of a step."""
+        return SimpleNamespace(num_tokens=tokens, slot_mapping=(slots,), positions=self.positions)
 
     def _gather(self) -> dict[str, object]:
         work = self.io.gather_slots
@@ -120,17 +144,22 @@ class _Bench:
         found = self._point("copy_pages", 2 * 2 * count * page, lambda s: self.io.copy_pages(_GROUP, pairs))
         return found | {"pages": count}
 
-    def _decode(self) -> dict[str, object]:
-        """Time a small write: alone on the host, and on the GPU as one of many in a graph."""
+    def _write_few(self, stream: Stream | None = None) -> None:
+        n = self.sizes.decode_tokens
+        self.io.write_slots(_LAYER, self.k[:n], self.v[:n], self.few_slots, stream=stream)
+
+    def _rotate_few(self, stream: Stream | None = None) -> None:
+        n = self.sizes.decode_tokens
+        step = self._step(n, self.few_slots)
+        self.io.write_rotated(_LAYER, self.q[:n], self.k[:n], self.v[:n], step, self.table, stream=stream)
+
+    def _decode(self, what: str, work: Callable[..., None]) -> dict[str, object]:
+        """Time a small call: alone on the host, and on the GPU as one of many in a graph."""
         n, steps = self.sizes.decode_tokens, 100
-        k, v = self.k[:n], self.v[:n]
-
-        def write(stream: Stream | None = None) -> None:
-            self.io.write_slots(_LAYER, k, v, self.few_slots, stream=stream)
-
-        found: dict[str, object] = {"what": "write_decode", "pool": self.kind, "tokens": n, "host_us": median_us(write, 200)}
-        found |= _captured(self.device, write, steps)
-        if self.kind == "bfloat16" and self.device.target == "cuda" and torch_kv.is_installed():
+        found: dict[str, object] = {"what": what, "pool": self.kind, "tokens": n, "host_us": median_us(work, 200)}
+        found |= _captured(self.device, work, steps)
+        ours = what == "write_decode" and self.kind == "bfloat16"
+        if ours and self.device.target == "cuda" and torch_kv.is_installed():
             found["triton_us"] = round(self._others().decode_us(n, self.few_slots, steps), 3)
         return found
 
@@ -174,7 +203,7 @@ def _stream_us(device: Device, work: Callable[[], object], repeat: int = 15, inn
 
 
 def _captured(device: Device, work: Callable[[Stream], None], steps: int) -> dict[str, object]:
-    """Time `work` on the GPU as one of many in a graph; nothing elsewhere."""
+    """Time `work` as one of many in a graph, on the GPU and on the host; nothing elsewhere."""
     if device.target != "cuda":
         return {}
 
@@ -185,8 +214,15 @@ def _captured(device: Device, work: Callable[[Stream], None], steps: int) -> dic
     with device.active():
         graph = device.capture(many)
         us = _stream_us(device, lambda: graph.launch(device.stream), inner=1) / steps
+        host = []
+        for _ in range(20):
+            device.stream.synchronize()
+            start = time.perf_counter()
+            graph.launch(device.stream)
+            host.append((time.perf_counter() - start) * 1e6 / steps)
+        device.stream.synchronize()
         graph.close()
-    return {"captured_us": round(us, 3)}
+    return {"captured_us": round(us, 3), "captured_host_us": round(statistics.median(host), 3)}
 
 
 def _copy_us(device: Device, nbytes: int) -> float | None:

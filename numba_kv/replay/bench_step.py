@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from numba_kv.batch import Batch
+from numba_kv.batch import Batch, Sequence
 from numba_kv.config import AttentionLayer, LLMEngineConfig
 from numba_kv.dtypes import dtype
 from numba_kv.geometry import FULL, Window, ceil_div
@@ -20,7 +20,10 @@ from numba_kv.shared_resources import SharedResources
 
 __all__ = ["StepPoint", "measure_point", "median_us", "step_points"]
 
-_STEPS = 100
+_STEPS = 100  # of a captured graph, and of each measured loop
+_WARM_UP = 8  # graphs launched before those that count: the driver and the caches settle over the first ones
+_GRAPHS = 20
+_UPDATES = 48
 _WINDOWS = (Window("sliding", 512), Window("sliding", 1024), Window("sliding", 2048))
 
 
@@ -59,7 +62,7 @@ def measure_point(point: StepPoint, target: str | None) -> dict[str, object]:
         found |= _captured(batch)
         if resources.device.target == "cuda":
             found["dispatcher_host_us"] = _dispatcher_us(batch)
-        found["update_16_host_us"] = _update_us(batch)
+        found["update_16_host_us"] = _update_us(batch, point.context)
         batch.audit()
         if point.context <= 16384:
             found["plain_host_us"] = _plain_us(point, resources)
@@ -67,8 +70,12 @@ def measure_point(point: StepPoint, target: str | None) -> dict[str, object]:
 
 
 def _plain_us(point: StepPoint, resources: SharedResources) -> float:
-    """Host time of the same step in plain Python, with the one upload of its arrays."""
-    plain = PlainManager([point.context] * point.rows, point.context + 1024, _window_tokens(point), point.page_tokens)
+    """Host time of the same step in plain Python, with the one upload of its arrays.
+
+    Lengths are such that in every step as many rows cross a page as on average: all steps cost the same.
+    """
+    lengths = [point.context + row % point.page_tokens for row in range(point.rows)]
+    plain = PlainManager(lengths, max(lengths) + 1024, _window_tokens(point), point.page_tokens)
     device = resources.device
     target = device.tensor(plain.step().shape, dtype("int64"))
 
@@ -77,12 +84,12 @@ def _plain_us(point: StepPoint, resources: SharedResources) -> float:
         device.copy_to_device(target.address, block.ctypes.data, block.nbytes, device.stream)
 
     with device.active():
-        return median_us(step, 30)
+        return median_us(step, 2 * _STEPS)
 
 
 def _resources(point: StepPoint, target: str | None) -> SharedResources:
     windows = (FULL, *_WINDOWS[: point.groups - 1])
-    capacity = point.context + 32 * _STEPS
+    capacity = point.context + (_WARM_UP + _GRAPHS + 4) * _STEPS
     config = LLMEngineConfig(
         layers=tuple(AttentionLayer(num_kv_heads=1, head_dim=8, window=w) for w in windows),
         max_batch_size=point.rows,
@@ -102,13 +109,17 @@ def _window_tokens(point: StepPoint) -> list[int]:
 def _fill(batch: Batch, point: StepPoint) -> None:
     """Bring every row to about the context; lengths differ, so that rows cross pages in different steps."""
     sequences = batch.update(admit=[point.context] * point.rows)
-    budget = batch.plan.config.max_batch_tokens
-    for first in range(0, point.context, max(1, budget // point.rows)):
-        count = min(point.context - first, max(1, budget // point.rows))
-        batch.step(dict.fromkeys(sequences, count))
+    _prefill(batch, sequences, point.context)
     for i in range(0, point.rows, 4):
         batch.step({s: 1 + k * 5 for k, s in enumerate(sequences[i : i + 4])})
     batch.step(1)
+
+
+def _prefill(batch: Batch, sequences: list[Sequence], tokens: int) -> None:
+    """Append `tokens` tokens to each sequence, in as few steps as the plan allows."""
+    most = max(1, batch.plan.config.max_batch_tokens // len(sequences))
+    for first in range(0, tokens, most):
+        batch.step(dict.fromkeys(sequences, min(most, tokens - first)))
 
 
 def median_us(work: Callable[[], object], repeat: int) -> float:
@@ -138,23 +149,31 @@ def _bound_us(batch: Batch) -> float:
 
 
 def _captured(batch: Batch) -> dict[str, float]:
-    """Host time a step of a graph of many steps, and GPU time a step inside it."""
+    """Host time a step of a graph of many steps, alone and with making room and noting, and GPU time a step inside it."""
     stream = batch.resources.stream
     graph = batch.capture(steps=_STEPS)
-    host, device = [], []
-    for _ in range(9):
+    host, loop, device = [], [], []
+    for _ in range(_WARM_UP + _GRAPHS):
+        stream.synchronize()
+        start = time.perf_counter()
         graph.reserve(_STEPS)
+        loop.append((time.perf_counter() - start) * 1e6 / _STEPS)
         stream.synchronize()
         begin = stream.record(timing=True)
         start = time.perf_counter()
         graph.launch()
         host.append((time.perf_counter() - start) * 1e6 / _STEPS)
         device.append(stream.record(timing=True).microseconds_since(begin) / _STEPS)
+        start = time.perf_counter()
         graph.advanced()
+        loop[-1] += host[-1] + (time.perf_counter() - start) * 1e6 / _STEPS
     graph.close()
-    found = {"captured_host_us": round(statistics.median(host), 4)}
+    found = {
+        "captured_host_us": round(statistics.median(host[_WARM_UP:]), 4),
+        "captured_loop_host_us": round(statistics.median(loop[_WARM_UP:]), 4),
+    }
     if batch.resources.device.target == "cuda":
-        found["captured_gpu_us"] = round(statistics.median(device), 3)
+        found["captured_gpu_us"] = round(statistics.median(device[_WARM_UP:]), 3)
     return found
 
 
@@ -175,16 +194,20 @@ def _dispatcher_us(batch: Batch) -> float:
     return round(statistics.median(times) * 1e6, 3)
 
 
-def _update_us(batch: Batch) -> float | None:
-    """Host time of a composition change: a sixteenth of the rows leaves, as many join."""
+def _update_us(batch: Batch, context: int) -> float:
+    """Host time of a composition change: a sixteenth of the rows leaves, with all their pages, and as many join.
+
+    Every row is replaced once a round; between rounds all get as long again as they were.
+    """
     rows = batch.plan.config.max_batch_size
     count = max(1, rows // 16)
-    times = []
-    for i in range(16):
-        leaving = batch.sequences[i % 16 :: 16][:count]
-        if not leaving:
-            break
-        start = time.perf_counter()
-        batch.update(retire=leaving, admit=[1] * len(leaving))
-        times.append(time.perf_counter() - start)
-    return round(statistics.median(times) * 1e6, 2)
+    groups, times = rows // count, []
+    for _ in range(1 + ceil_div(_UPDATES, groups)):
+        for i in range(groups):
+            leaving, prompts = batch.sequences[i::groups][:count], [context] * count
+            batch.resources.stream.synchronize()
+            start = time.perf_counter()
+            batch.update(retire=leaving, admit=prompts)
+            times.append(time.perf_counter() - start)
+        _prefill(batch, [s for s in batch.sequences if s.pending_tokens], context)
+    return round(statistics.median(times[groups:]) * 1e6, 2)  # without the first round, in which code and memory are cold

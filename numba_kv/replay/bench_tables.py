@@ -22,7 +22,8 @@ _STEP_COLUMNS = (
     ("step", "step_host_us", "batch.step(1), on the host"),
     ("bound", "bound_host_us", "the launch alone, its arguments bound before, on the host"),
     ("captured host", "captured_host_us", "a step of a graph of 100, on the host"),
-    ("captured GPU", "captured_gpu_us", "the same, on the GPU"),
+    ("loop host", "captured_loop_host_us", "the same with the reservation of the steps and their note"),
+    ("captured GPU", "captured_gpu_us", "a step of the graph, on the GPU"),
     ("dispatcher", "dispatcher_host_us", "the same kernel through Numba's own launch path, on the host"),
     ("plain", "plain_host_us", "the same work in plain Python, and one upload"),
     ("update", "update_16_host_us", "a sixteenth of the rows leaves and as many join, on the host"),
@@ -36,9 +37,10 @@ _KV_COLUMNS = (
     ("GB/s", "gb_per_s", "bytes read once and bytes written once"),
     ("of copy", "of_copy", "speed beside a plain copy of as many bytes"),
     ("torch", "torch_us", "torch's indexing, microseconds"),
-    ("Triton", "triton_us", "a Triton kernel, microseconds"),
+    ("Triton", "triton_us", "a Triton kernel, microseconds; for rotate two of them, one after the other"),
     ("host", "host_us", "microseconds of the call on the host"),
     ("captured", "captured_us", "microseconds on the GPU inside a graph of 100 calls"),
+    ("graph host", "captured_host_us", "microseconds on the host for one of them"),
 )
 Columns = tuple[tuple[str, str, str], ...]
 _SWEEPS: Mapping[str, tuple[str, Columns]] = {

@@ -160,6 +160,11 @@ class LoRAManager:
         with self._lock:
             return tuple(self._slots.held.get(slot) for slot in self._slots.row_slots)
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._closed
+
     def content_hash(self, row: int) -> bytes:
         """Return 128 bits that tell what the adapter of a row computes: part of the key of whatever is reused.
 
@@ -308,8 +313,22 @@ class LoRAManager:
             self._slots.acquire(adapter.slot)
             return adapter
 
+    def retain(self, adapter: LoRAAdapter) -> None:
+        """Keep an adapter's bytes once more: as `acquire`, but for bytes and not for a name.
+
+        Raises
+        ------
+        StateError
+            If the bytes are gone.
+
+        Stream: host only.
+        """
+        with self._lock:
+            self._check_open()
+            self._slots.acquire(self._slots.slot_of(adapter))
+
     def release(self, adapter: LoRAAdapter) -> None:
-        """Give back what `acquire` returned.
+        """Give back what `acquire` or `retain` kept.
 
         Raises
         ------

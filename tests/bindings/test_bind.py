@@ -16,6 +16,7 @@ from numba_kv.errors import CapacityError, InputError, ShapeError, StateError
 from numba_kv.plan import plan_memory
 from tests.helpers.configs import edgellm, per_layer
 from tests.helpers.models import chunked, tiny_config
+from tests.helpers.states import mamba2, recurrent_config
 
 MIXED = tiny_config(None, 8, max_batch_size=3)
 
@@ -111,6 +112,35 @@ def test_both_names_of_a_layer_are_its_pool() -> None:
             past = tensors[f"past_key_values_{layer}"]
             assert past is tensors[f"present_key_values_{layer}"] is manager.kv(owner)
         assert "past_key_values_4" not in tensors
+
+
+def test_states_are_bound_where_they_are() -> None:
+    config = recurrent_config(mamba2(), 2, max_verify_tokens=3)
+    with running(config) as (batch, view):
+        resources, manager = batch.resources, batch.resources.cache_managers[0]
+        tensors = kv.bind(resources, view)
+        rows = view.num_rows
+        assert tensors["state_indices"].to_host().tolist() == view.state_index.to_host()[:rows].tolist() == list(range(rows))
+        for place, layer in enumerate((0, 2)):
+            for name, state in (("recurrent_state", manager.recurrent_state(layer)), ("conv_state", manager.conv_state(layer))):
+                bound = tensors[f"{name}_{place}"]
+                assert bound is tensors[f"present_{name}_{place}"]
+                assert (bound.address, bound.shape, bound.dtype) == (state.address, state.shape, state.dtype)
+                kept = tensors[f"intermediate_{name}_{place}"]
+                most = config.max_batch_size * 3
+                assert (kept.shape, kept.dtype) == ((most, *state.shape[1:]), state.dtype)
+        assert tensors["past_key_values_0"] is manager.kv(1)
+        assert "past_key_values_1" not in tensors
+        manager.mamba_cache.reshape_intermediate_states(rows, 2)
+        kv.bind(resources, view, into=tensors)
+        assert tensors["intermediate_conv_state_1"].shape[0] == 2 * rows
+        assert tensors.changes_since(tensors.snapshot()) == ()
+
+
+def test_a_model_without_states_leaves_their_indices_to_the_caller() -> None:
+    with running() as (batch, view):
+        tensors = kv.bind(batch.resources, view)
+        assert not [name for name in tensors if "state" in name]
 
 
 def test_a_model_without_windows_has_no_window_binding() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from numba_kv.bindings import Rebind, binding_names, rebind_rule
 from numba_kv.config.edgellm import prefers_bounded_swa
 from tests.helpers.configs import edgellm, per_layer
 from tests.helpers.models import chunked, tiny_config
+from tests.helpers.states import delta_net, mamba2, recurrent_config
 
 ROPE = {"rope_theta": 1e4, "max_position_embeddings": 256}
 
@@ -52,6 +54,34 @@ def test_the_names_of_a_small_engine() -> None:
     }
 
 
+STATE_NAMES = ["recurrent_state_{}", "present_recurrent_state_{}", "conv_state_{}", "present_conv_state_{}"]
+
+
+@pytest.mark.parametrize(
+    ("layer", "limits", "kept"),
+    [
+        (mamba2(), {}, []),
+        (mamba2(), {"max_verify_tokens": 2}, ["intermediate_conv_state_{}", "intermediate_recurrent_state_{}"]),
+        (mamba2(), {"max_verify_tokens": 2, "conv_state_room": 2}, ["intermediate_recurrent_state_{}"]),
+        (
+            mamba2(),
+            {"max_verify_tokens": 2, "recurrent_spec_verify_mode": "replay"},
+            ["intermediate_conv_state_{}", *(f"replay_{n}_state_{{}}" for n in ("da", "u", "b", "dt"))],
+        ),
+        (
+            delta_net(),
+            {"max_verify_tokens": 2, "recurrent_spec_verify_mode": "replay"},
+            ["intermediate_conv_state_{}", *(f"replay_{n}_state_{{}}" for n in ("k", "g", "beta", "v"))],
+        ),
+    ],
+)
+def test_the_names_of_recurrent_layers(layer: Any, limits: dict[str, Any], kept: list[str]) -> None:
+    names = binding_names(recurrent_config(layer, 2, **limits))
+    found = [name for name in names if re.fullmatch(r".*_state_\d+", name)]
+    assert found == [form.format(number) for number in range(2) for form in (*STATE_NAMES, *kept)]
+    assert [name for name in names if "key_values" in name] == ["past_key_values_0", "present_key_values_0"]
+
+
 def test_windows_are_numbered_only_if_there_are_several() -> None:
     def tables(config: kv.LLMEngineConfig) -> list[str]:
         return [name for name in binding_names(config) if name.startswith("swa")]
@@ -70,6 +100,7 @@ def test_windows_are_numbered_only_if_there_are_several() -> None:
         (Rebind.NEVER, "model.layers.0.mlp.up_proj.weight positions_ my_positions kv_page_tables deepstack_embeds"),
         (Rebind.SIZE, "positions query_start_offsets query_lengths past_lengths attention_sequence_lengths state_indices"),
         (Rebind.SIZE, "kv_page_table swa_kv_page_table swa_kv_page_table_2 kv_slot_mapping swa_kv_slot_mapping_1"),
+        (Rebind.SIZE, "intermediate_recurrent_state_0 intermediate_conv_state_11 replay_da_state_0 replay_beta_state_3"),
         (Rebind.ANYTHING, "inputs_embeds logits logits_indices hidden_states deepstack_embeds_0 ple_token_embeds_11"),
         (Rebind.ANYTHING, "rope_rotary_cos_sin rope_rotary_cos_sin_sliding rope_rotary_cos_sin_full zero_buffer"),
         (Rebind.ANYTHING, "lora_A_layers_0_q_proj model.layers.1.o_proj.lora_B.weight"),

@@ -172,13 +172,13 @@ def test_a_device_that_cannot_be_made_current_leaves_the_batch_usable(batch: kv.
     batch.audit()
 
 
-@pytest.mark.parametrize("where", ["numba_kv.batch.batch.Stepper", "numba_kv.shared_resources.KVPageTable"])
+@pytest.mark.parametrize("where", ["numba_kv.batch.batch.Stepper", "numba_kv.cache.model_tables.KVPageTable"])
 def test_too_little_host_memory_is_a_typed_error(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
     def fail(*arguments: Any, **options: Any) -> None:
         raise MemoryError("Unable to allocate 9 TiB")
 
     with monkeypatch.context() as patch:
-        if "resources" in where:
+        if "tables" in where:
             patch.setattr(where, fail)
             with pytest.raises(kv.CapacityError, match="host memory: .*9 TiB"):
                 kv.SharedResources.create_for_llm(tiny_config(None, 6))

@@ -25,7 +25,7 @@ PLACES = [
     (KVPageTable, "give_back"),
     (StepBuffers, "reset"),
     (Staging, "acquire"),
-    (Staging, "send"),
+    (Staging, "send_to"),
     (Staging, "close"),
     (Launch, "__call__"),
     (CallGuard, "take"),
@@ -99,8 +99,8 @@ def test_an_interrupted_batch_can_be_closed_and_followed(owner: type, name: str)
     found = 0
     for resources in interrupts(life, owner, name):
         found += 1
-        if resources._user is not None:
-            resources._user.close()
+        for user in resources.users:
+            user.close()
         with kv.Batch(resources) as again:
             again.admit(num_tokens=2)
             again.audit()

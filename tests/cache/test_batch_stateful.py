@@ -1,12 +1,12 @@
-"""Batch against a naive model, in any order of calls: admit, step, long steps, rewind, retire, update, compact, captured
-steps, and steps whose counts come from the device.
+"""Batch against a naive model, in any order of calls: admit, step, long steps, rewind, retire, update, compact, fork,
+reorder, swap, captured steps, and steps whose counts come from the device.
 
 After each action both device tables equal the model's and the audit passes; after a refused one nothing has changed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import hypothesis.strategies as st
 import numpy as np
@@ -63,6 +63,7 @@ class BatchMachine(RuleBasedStateMachine):
         self.batch = kv.Batch(self.resources)
         self.naive = NaiveBatch(self.batch)
         self.config = config
+        self.waiting: dict[kv.SwappedSequence, NaiveSequence] = {}
         self.graphs: dict[tuple[int, int], CapturedStep] = {}
         shape = (config.max_batch_size,)
         self.arrays = {
@@ -141,13 +142,73 @@ class BatchMachine(RuleBasedStateMachine):
         elif any(after[s] > self.config.max_kv_cache_capacity for s in counts):
             with pytest.raises(kv.CapacityError):
                 call()
-        elif not full.is_empty and sum(-(-n // full.page_tokens) for n in after.values()) > full.usable_pages:
+        elif not full.is_empty and self._pages_of(after.values()) > full.usable_pages:
             with pytest.raises(kv.CapacityError) as refused:
                 call()
             assert refused.value.needed > refused.value.free + refused.value.evictable
         else:
             return False
         return True
+
+    def _pages_of(self, lengths: Iterable[int]) -> int:
+        """Return the full-group pages of sequences of these lengths, those that are shared counted once."""
+        page = self.batch.plan.groups[0].page_tokens
+        return sum(-(-n // page) for n in lengths) - self.naive.pages_saved()
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data(), count=st.sampled_from([None, 1, 2, 3]))
+    def fork(self, data: st.DataObject, count: int | None) -> None:
+        parent = data.draw(st.sampled_from(self.live))
+        full, number, length = self.batch.plan.groups[0], count or 1, parent.length
+        copied = number if length % full.page_tokens else 0
+        held = self._pages_of(s.length for s in self.live)
+        if number > self.batch.free_rows or (not full.is_empty and held + copied > full.usable_pages):
+            with pytest.raises(kv.CapacityError) as refused:
+                self.batch.fork(parent, number)
+            assert refused.value.needed > refused.value.free + refused.value.evictable
+            return
+        made = self.batch.fork(parent) if count is None else self.batch.fork(parent, count)
+        self.naive.forked(parent, made if isinstance(made, list) else [made])
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def reorder(self, data: st.DataObject) -> None:
+        parents = {s: data.draw(st.sampled_from(self.live)) for s in self.live}
+        full, kept = self.batch.plan.groups[0], set(parents.values())
+        contents, before = self.naive.reordering(), {s: s.length for s in self.live}
+        names = {page for s in kept for page in self.naive.sequences[s].pages}
+        copied = sum(s.length % full.page_tokens > 0 for s in parents.values()) - sum(
+            s.length % full.page_tokens > 0 for s in kept
+        )
+        if not full.is_empty and len(names) + copied > full.usable_pages:
+            with pytest.raises(kv.CapacityError):
+                self.batch.reorder(parents)
+            assert {s: s.length for s in self.live} == before
+            return
+        self.batch.reorder(parents)
+        if any(s is not parent for s, parent in parents.items()):
+            self.naive.reordered(parents, contents)
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def swap_out(self, data: st.DataObject) -> None:
+        sequence = data.draw(st.sampled_from(self.live))
+        naive = self.naive.swapped_out(sequence)
+        self.waiting[self.batch.swap_out(sequence)] = naive
+        self.naive.retired(sequence)
+
+    @precondition(lambda self: self.waiting)
+    @rule(data=st.data())
+    def swap_in(self, data: st.DataObject) -> None:
+        swapped = data.draw(st.sampled_from(list(self.waiting)))
+        full, lengths = self.batch.plan.groups[0], [s.length for s in self.live]
+        held = 0 if full.is_empty else self._pages_of([*lengths, swapped.length])
+        if not self.batch.free_rows or held > full.usable_pages:
+            with pytest.raises(kv.CapacityError) as refused:
+                self.batch.swap_in(swapped)
+            assert refused.value.needed > refused.value.free + refused.value.evictable
+            return
+        self.naive.swapped_in(self.batch.swap_in(swapped), self.waiting.pop(swapped))
 
     @precondition(lambda self: self.live)
     @rule(tokens=st.integers(1, 5), rounds=st.integers(1, 20), steps=st.sampled_from([1, 1, 3]), own=st.booleans())
@@ -210,7 +271,7 @@ class BatchMachine(RuleBasedStateMachine):
     def _most_back(self, naive: NaiveSequence) -> int:
         """Return how many tokens of its last step a sequence can lose for sure."""
         kept = self.config.max_step_tokens - (naive.high_water - len(naive.tokens))
-        return max(0, min(naive.last, kept))
+        return max(0, min(naive.last, kept, len(naive.tokens) - naive.fence))
 
     def _array(self, name: str, values: dict[kv.Sequence, int]) -> kv.Tensor:
         found = np.zeros(self.config.max_batch_size, np.int32)
@@ -230,8 +291,9 @@ class BatchMachine(RuleBasedStateMachine):
             self.batch.rewind({sequence: count})
         except kv.RewindTooFar:
             assert target > 0
-            assert naive.high_water - target > self.config.max_step_tokens
-            assert len(self.batch.plan.groups) > 1
+            if target >= self.naive.floor(sequence):
+                assert naive.high_water - target > self.config.max_step_tokens
+                assert len(self.batch.plan.groups) > 1
         else:
             self.naive.rewound(sequence, count)
 

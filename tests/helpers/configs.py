@@ -45,6 +45,41 @@ def edgellm(**keys: Any) -> dict[str, Any]:
     return without(config, *(key for key, value in config.items() if value is ABSENT))
 
 
+#: Sizes of recurrent layers by the names of each family, for `huggingface` (hidden size 128), and of the Edge-LLM dialect.
+BAMBA: dict[str, Any] = {
+    "mamba_n_heads": 4,
+    "mamba_d_head": 64,
+    "mamba_d_state": 16,
+    "mamba_n_groups": 2,
+    "mamba_d_conv": 4,
+    "mamba_expand": 2,
+}
+NEMOTRON: dict[str, Any] = {
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 8,
+    "ssm_state_size": 16,
+    "n_groups": 2,
+    "conv_kernel": 4,
+    "mamba_ssm_cache_dtype": "float16",
+}
+DELTA_NET: dict[str, Any] = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 16,
+    "linear_conv_kernel_dim": 4,
+}
+MAMBA: dict[str, Any] = {
+    "recurrent_state_num_heads": 4,
+    "recurrent_state_num_groups": 2,
+    "recurrent_state_head_dim": 8,
+    "recurrent_state_size": 16,
+    "conv_dim": 96,
+    "conv_kernel": 4,
+    "recurrent_state_dtype": "fp32",
+    "conv_state_dtype": "fp16",
+}
+
 #: Stands for a key that is to be left out.
 ABSENT: Any = object()
 

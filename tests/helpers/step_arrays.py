@@ -188,7 +188,7 @@ def refusal(a: StepArrays, row: int, count: int, back: int, capacity: int) -> in
     if count and not a.groups[0].is_empty and ceil_div(start + count, a.groups[0].page) > a.leased[row]:
         return layout.PAGE_MISSING
     lost = any(g.lowest(start) // g.page < ceil_div(int(a.high_water[row]), g.page) - g.ring for g in a.groups[1:])
-    return layout.REWIND_TOO_FAR if back and start and (start < a.floors[row] or lost) else layout.OK
+    return layout.REWIND_TOO_FAR if back and (start < a.floors[row] or (start and lost)) else layout.OK
 
 
 def advanced(a: StepArrays, counts: list[int], back: list[int], capacity: int, write_slots: bool = True) -> StepArrays:

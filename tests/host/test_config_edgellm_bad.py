@@ -118,8 +118,6 @@ def test_bad_files(keys: dict[str, Any], words: tuple[str, ...]) -> None:
     [
         ({"engine_role": "base", "spec_decode_type": "eagle3"}, ("'eagle3'", "speculative")),
         ({"engine_role": "dllm"}, ("'dllm'", "diffusion")),
-        ({"num_linear_attn_layers": 2, "num_attention_layers": 2}, ("num_linear_attn_layers", "recurrent")),
-        ({"layer_types": ["attention", "mamba"], "kv_layer_configs": [{}, None]}, ("layer_types[1]", "'mamba'", "recurrent")),
         ({"builder": {"spec_base": True, "num_swa_pages": 64}, **per_layer(128)}, ("builder_config.spec_base", "speculative")),
         ({"dspark_base": True, "builder": {"num_swa_pages": 64}, **per_layer(128)}, ("dspark_base", "speculative")),
     ],

@@ -9,7 +9,7 @@ from hypothesis import given, strategies as st
 
 from numba_kv.config import load_engine_config
 from numba_kv.errors import ConfigError
-from tests.helpers.configs import edgellm, huggingface, per_layer
+from tests.helpers.configs import BAMBA, DELTA_NET, MAMBA, NEMOTRON, edgellm, huggingface, per_layer
 from tests.host.test_config_edgellm import RANKED
 from tests.host.test_config_rope import LLAMA3, LONG
 
@@ -32,6 +32,12 @@ VALID: list[dict[str, Any]] = [
     edgellm(
         sliding_rope_config={"rope_theta": 1e4}, full_rope_config={"rope_theta": 1e6}, global_head_dim=128, full_rotary_dim=64
     ),
+    edgellm(num_linear_attn_layers=3, num_attention_layers=9, **MAMBA),
+    edgellm(layer_types=["attention", "mamba"], kv_layer_configs=[{"num_kv_heads": 4, "head_dim": 64}, None], **MAMBA),
+    huggingface("bamba", attn_layer_indices=[1, 4], **BAMBA),
+    huggingface("qwen3_next", 4, layer_types=["linear_attention"] * 3 + ["full_attention"], **DELTA_NET),
+    huggingface("nemotron_h", hybrid_override_pattern="M-M*-E", **NEMOTRON),
+    huggingface("jamba", attn_layer_period=3, attn_layer_offset=1, mamba_expand=2, mamba_d_state=4, mamba_d_conv=4),
     edgellm(ple_enabled=True, num_ple_inputs=12, ple_hidden_size=8, engine_role="llm", spec_decode_type="none"),
 ]
 
@@ -60,7 +66,7 @@ def reads_or_refuses(source: Any, **arguments: Any) -> None:
         config = load_engine_config(source, **arguments)
     except ConfigError:
         return
-    assert config.layers
+    assert config.layers or config.num_recurrent_layers
     for layer in config.layers:
         assert layer.window.is_full or 1 <= layer.window.tokens < config.max_kv_cache_capacity
 

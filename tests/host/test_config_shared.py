@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from numba_kv.config import load_engine_config
-from numba_kv.errors import UnsupportedModelError
+from numba_kv.config import GatedDeltaNetLayer, Mamba1Layer, Mamba2Layer, RecurrentLayer, load_engine_config
+from numba_kv.errors import ConfigError, UnsupportedModelError
+from numba_kv.plan import plan_memory
 
 # file, layers by window, KV heads, head size, capacity, bases of the rotation
 READ = [
@@ -29,16 +32,20 @@ READ = [
     ("v4_llama31_8b", {"full": 32}, 8, 128, 131072, [5e5]),
     ("v4_mistral_7b_v01", {"sliding 4096": 32}, 8, 128, 32768, [1e4]),
 ]
-REFUSED = [
-    ("bamba", "recurrent"),
-    ("deepseek_v3", "latent"),
-    ("granitemoehybrid", "recurrent"),
-    ("jamba", "recurrent"),
-    ("mamba2", "recurrent"),
-    ("nemotron_h", "recurrent"),
-    ("qwen3_5_text", "recurrent"),
-    ("qwen3_next", "recurrent"),
+# file, decoder layers by what they keep, kind, state [H, D, S], convolution [C, columns], attention (KV heads, head size)
+HYBRID = [
+    ("bamba", {"recurrent": 32}, Mamba2Layer, (128, 64, 256), (8704, 4), None),
+    ("granitemoehybrid", {"recurrent": 32}, Mamba2Layer, (128, 64, 256), (8704, 4), None),
+    ("jamba", {"recurrent": 28, "attention": 4}, Mamba1Layer, (1, 8192, 16), (8192, 4), (8, 128)),
+    ("nemotron_h", {"recurrent": 1, "attention": 1, "none": 2}, Mamba2Layer, (128, 64, 128), (10240, 4), (8, 128)),
+    ("qwen3_5_text", {"recurrent": 24, "attention": 8}, GatedDeltaNetLayer, (32, 128, 128), (8192, 4), (4, 256)),
+    ("qwen3_next", {"recurrent": 36, "attention": 12}, GatedDeltaNetLayer, (32, 128, 128), (8192, 4), (2, 256)),
 ]
+REFUSED = [
+    ("deepseek_v3", "latent"),
+]
+#: File -> what has to be given because the family's defaults leave it out.
+INCOMPLETE = {"mamba2": "max_kv_cache_capacity"}
 
 
 @pytest.mark.parametrize(("name", "windows", "heads", "head_dim", "capacity", "thetas"), READ, ids=[row[0] for row in READ])
@@ -52,6 +59,41 @@ def test_read(
     assert [rope.theta for rope in config.ropes] == thetas
 
 
+@pytest.mark.parametrize(
+    ("name", "types", "kind", "state", "conv", "attention"), HYBRID, ids=[row[0] for row in HYBRID]
+)
+def test_hybrid(
+    shared_data: Path,
+    name: str,
+    types: dict[str, int],
+    kind: type[RecurrentLayer],
+    state: tuple[int, int, int],
+    conv: tuple[int, int],
+    attention: tuple[int, int] | None,
+) -> None:
+    config = load_engine_config(shared_data / "configs" / f"{name}.json")
+    assert Counter(config.layer_types) == types
+    layer = config.recurrent_layer
+    assert type(layer) is kind
+    assert (layer.state_shape, layer.conv_shape()) == (state, conv)
+    assert (layer.recurrent_state_dtype, layer.conv_state_dtype) == ("float32", "bfloat16")
+    assert {(a.num_kv_heads, a.head_dim) for a in config.layers} == ({attention} if attention else set())
+    assert config.num_recurrent_layers == types["recurrent"]
+    plan = plan_memory(replace(config, max_batch_size=1, max_kv_cache_capacity=1024))
+    assert plan.state_nbytes >= types["recurrent"] * (4 * math.prod(state) + 2 * math.prod(conv))
+
+
+@pytest.mark.parametrize("name", INCOMPLETE)
+def test_what_the_defaults_leave_out_is_asked_for(shared_data: Path, name: str) -> None:
+    path = shared_data / "configs" / f"{name}.json"
+    with pytest.raises(ConfigError, match=INCOMPLETE[name]) as caught:
+        load_engine_config(path)
+    assert not isinstance(caught.value, UnsupportedModelError)
+    config = load_engine_config(path, max_kv_cache_capacity=4096)
+    assert (config.layers, config.num_recurrent_layers) == ((), 64)
+    assert config.recurrent_layer.state_shape == (128, 64, 128)
+
+
 @pytest.mark.parametrize(("name", "reason"), REFUSED)
 def test_refused(shared_data: Path, name: str, reason: str) -> None:
     with pytest.raises(UnsupportedModelError, match=reason):
@@ -60,7 +102,7 @@ def test_refused(shared_data: Path, name: str, reason: str) -> None:
 
 def test_every_file_is_expected(shared_data: Path) -> None:
     found = {path.stem for path in (shared_data / "configs").glob("*.json")}
-    assert found == {row[0] for row in READ} | {row[0] for row in REFUSED}
+    assert found == {row[0] for row in (*READ, *HYBRID, *REFUSED)} | set(INCOMPLETE)
 
 
 def test_shared_kv(shared_data: Path) -> None:

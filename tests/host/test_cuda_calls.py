@@ -39,6 +39,14 @@ def use_staging(device: CudaDevice) -> None:
     staging.close()
 
 
+def use_blocks(device: CudaDevice) -> None:
+    staging = Staging(device, 4, initial_blocks=2)
+    for _ in range(5):
+        staging.acquire()[:] = 7
+        staging.send_to(0xA000, 4, device.stream)
+    staging.close()
+
+
 def use_event(device: CudaDevice) -> None:
     event = device.stream.record(timing=True)
     event.synchronize()
@@ -58,6 +66,8 @@ USES: dict[str, tuple[Callable[[CudaDevice], Any], set[str]]] = {
     "events": (use_event, {"record", "event sync", "is_done", "elapsed"}),
     "memory": (lambda d: d.allocate(16).close(d.stream), {"allocate", "cuMemsetD8Async", "buffer close"}),
     "staging": (use_staging, {"pinned allocate", "cuMemcpyHtoDAsync", "record", "is_done", "event sync", "buffer close"}),
+    "blocks": (use_blocks, {"pinned allocate", "cuMemcpyHtoDAsync", "record", "is_done", "event sync", "buffer close"}),
+    "capture query": (lambda d: d.stream.is_capturing, {"cuStreamIsCapturing"}),
     "fill": (lambda d: d.fill(d.tensor((4,), INT32), 1, d.stream), {"cuMemsetD32Async"}),
     "fill_from": (lambda d: d.tensor((4,), INT32).fill_from(np.zeros(4, np.int32)), {"cuMemcpyHtoDAsync", "sync"}),
     "to_host": (lambda d: d.tensor((4,), INT32).to_host(), {"cuMemcpyDtoHAsync", "sync"}),
@@ -106,6 +116,51 @@ def test_a_failed_call_leaves_the_thread_as_it_was(fake: Fake, before: list[int]
     native.failure = None
     with pytest.raises(DeviceError, match="zeroing new memory"):
         device.allocate(16)
+    assert driver.stack == before
+
+
+@pytest.mark.parametrize("before", [[], [OTHER]])
+def test_a_block_that_cannot_be_copied_leaves_the_thread_as_it_was(fake: Fake, before: list[int]) -> None:
+    """The first use of a block makes its event, a later one records it anew: both end alike."""
+    device, driver, _ = fake
+    driver.stack[:] = before
+    staging = Staging(device, 4)
+    for _ in range(2):
+        driver.results["cuMemcpyHtoDAsync"] = (driver.CUresult.CUDA_ERROR_ILLEGAL_ADDRESS,)
+        with pytest.raises(DeviceError, match="copy to the device: the driver reports CUDA_ERROR_ILLEGAL_ADDRESS"):
+            staging.send_to(0xA000, 4, device.stream)
+        assert driver.stack == before
+        assert device.bytes_to_device == 0
+        del driver.results["cuMemcpyHtoDAsync"]
+        staging.send_to(0xA000, 4, device.stream)
+        assert device.bytes_to_device == 16
+        device.bytes_to_device = 0
+
+
+def test_a_block_is_one_copy_and_one_event(fake: Fake) -> None:
+    """What a composition change asks of the driver besides its kernel. A query tells whether the block is free again."""
+    device, driver, _ = fake
+    say_nothing_is_captured(driver)
+    staging = Staging(device, 4)
+    staging.send_to(0xA000, 4, device.stream)
+    driver.calls.clear()
+    staging.acquire()
+    assert not device.stream.is_capturing
+    staging.send_to(0xA000, 4, device.stream)
+    assert [name for name, _ in driver.calls] == ["is_done", "cuStreamIsCapturing", "cuMemcpyHtoDAsync", "record"]
+
+
+@pytest.mark.parametrize(("status", "found"), [("NONE", False), ("ACTIVE", True), ("INVALIDATED", True)])
+@pytest.mark.parametrize("before", [[], [OTHER], [MINE]])
+def test_a_stream_says_whether_it_is_captured(fake: Fake, before: list[int], status: str, found: bool) -> None:
+    device, driver, _ = fake
+    driver.stack[:] = before
+    answer = getattr(driver.CUstreamCaptureStatus, f"CU_STREAM_CAPTURE_STATUS_{status}")
+    driver.results["cuStreamIsCapturing"] = (driver.CUresult.CUDA_SUCCESS, answer)
+    assert device.stream.is_capturing is found
+    driver.results["cuStreamIsCapturing"] = (driver.CUresult.CUDA_ERROR_INVALID_HANDLE, answer)
+    with pytest.raises(DeviceError, match="capture query: the driver reports CUDA_ERROR_INVALID_HANDLE"):
+        _ = device.stream.is_capturing
     assert driver.stack == before
 
 

@@ -116,6 +116,23 @@ def test_several_ranges_of_one_block(device: Device) -> None:
     staging.close()
 
 
+def test_the_first_words_of_a_block_go_to_an_address(device: Device) -> None:
+    staging, to = Staging(device, 4), device.tensor((6,), INT32)
+    for block in range(3):
+        staging.acquire()[:] = range(10 * block, 10 * block + 4)
+        before = device.bytes_to_device
+        staging.send_to(to.address + 4 * block, 3, device.stream)
+        assert device.bytes_to_device - before == 4 * 3
+    assert to.to_host().tolist() == [0, 10, 20, 21, 22, 0]
+    for wrong in (-1, 0, 5):
+        with pytest.raises(InputError, match=f"staging: num_words {wrong} is not in 1..4"):
+            staging.send_to(to.address, wrong, device.stream)
+    assert to.to_host().tolist() == [0, 10, 20, 21, 22, 0]
+    staging.close()
+    with pytest.raises(StateError, match="staging is closed"):
+        staging.send_to(to.address, 1, device.stream)
+
+
 @pytest.mark.parametrize("part", [(-1, 1, 0), (0, -1, 0), (3, 2, 0), (0, 2, 3), (0, 1, -1), (0, 5, 0)])
 def test_ranges_are_checked_before_anything_is_copied(device: Device, part: tuple[int, int, int]) -> None:
     staging, to = Staging(device, 4), device.tensor((4,), INT32)

@@ -334,3 +334,12 @@ def test_short_steps_and_short_rewinds_are_never_refused(
         assert len(mapped) <= arrays.groups[1].ring
         if count:  # every key that the step's queries see is mapped
             assert mapped[0] <= arrays.groups[1].lowest(length - back) // page
+
+
+@pytest.mark.parametrize(("back", "floor"), [(3, 8), (3, 7), (10, 1), (10, 0), (2, 8)])
+def test_nothing_below_the_floor_is_taken_back(device: Device, back: int, floor: int) -> None:
+    """Not even by a row that would become empty: others may read its pages."""
+    before = run(device, sliding(20), [10, 10])
+    before.floors[0] = floor
+    after = run(device, before, [1, 1], [back, 0])
+    assert after.status.tolist() == [Status.REWIND_TOO_FAR if 10 - back < floor else 0, 0]

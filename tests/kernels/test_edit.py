@@ -14,7 +14,7 @@ from numba_kv.errors import InvariantError
 from numba_kv.geometry import ceil_div, mapped_pages
 from numba_kv.kernels import layout
 from numba_kv.kernels.edit import apply_edits, permute_rows
-from numba_kv.kernels.row_changes import lowest_free, note_change, write_resets
+from numba_kv.kernels.row_changes import lowest_free, note_change, write_change, write_records
 from tests.helpers.step_arrays import StepArrays, full_group, same, window_group
 
 EXAMPLES = 15 if kv.target() == "sim" else 50
@@ -68,11 +68,10 @@ def reset(device: Device, arrays: StepArrays, rows: Rings, bounds: tuple[int, in
         changes[row] = 1 if ring is None else 2
         rings[row] = rings[row] if ring is None else np.concatenate(ring)
     low, high = (arrays.lengths,) * 2 if bounds is None else (np.full(num_rows, b) for b in bounds)
-    held = arrays.leased.astype(np.int64)
-    pages = np.stack(rings).astype(np.int32)
-    num_words = write_resets(arrays.edits, changes, len(rows), held, low.astype(np.int64), high.astype(np.int64), pages)
+    numbers = np.stack([low, low, arrays.leased, low, high]).astype(np.int64)
+    num_words = write_records(arrays.edits, changes, len(rows), numbers, np.stack(rings).astype(np.int32))
     assert (arrays.edits[num_words:] == 99).all()
-    scalars = {"num_records": len(rows), "layout_at": -1, "take_back_at": -1, "old_tokens": 0}
+    scalars = {"num_records": -1, "layout_at": -1, "take_back_at": -1, "old_tokens": 0}
     return arrays.launch(apply_edits, device, len(rows), **scalars)
 
 
@@ -273,8 +272,8 @@ def test_words_of_a_record_are_those_of_the_kernel() -> None:
     """The block is also what its layout says, word by word."""
     words, changes = np.zeros(64, np.int32), np.array([2, 0, 1], np.int8)
     rings = np.array([[4, 1], [5, 5], [6, 2]], np.int32)
-    held, bounds = np.array([3, 9, 1]), np.array([7, 9, 0])
-    assert write_resets(words, changes, 2, held, bounds, bounds + 2, rings) == 22
+    numbers = np.array([[0, 0, 0], [0, 0, 0], [3, 9, 1], [7, 9, 0], [9, 11, 2]])
+    assert write_records(words, changes, 2, numbers, rings) == 22
     first, second = words[:10].tolist(), words[10:20].tolist()
     assert (first[layout.ROW], second[layout.ROW]) == (0, 2)
     assert (first[layout.FLAGS], second[layout.FLAGS]) == (layout.RESET | layout.LIVE, layout.RESET)
@@ -306,35 +305,53 @@ def test_places_behind_a_smaller_layout_drop_what_is_there(device: Device) -> No
 
 @given(data=st.data())
 def test_rows_that_come_and_go_on_the_host(data: st.DataObject) -> None:
-    """The lowest free rows are taken; pages of rows that leave are free; everything else of them is 0."""
+    """The lowest free rows are taken; pages of rows that leave are free if nobody else reads them; all else of them is 0."""
     count = data.draw(st.integers(1, 9))
     live = np.array(data.draw(st.lists(st.booleans(), min_size=count, max_size=count)))
     before = live.copy()
     leaving = data.draw(st.lists(st.sampled_from(range(count)), unique=True).map(lambda rows: [r for r in rows if live[r]]))
     free = sorted([*np.flatnonzero(~live).tolist(), *leaving])
     wanted = data.draw(st.integers(0, len(free)))
-    changes, joining = np.full(count, 9, np.int8), np.zeros(wanted, np.int64)
-    left = np.array(leaving, np.int64)
-    total = lowest_free(live, changes, left, joining)
-    assert joining.tolist() == free[:wanted]
-    marks = {**dict.fromkeys(leaving, 1), **dict.fromkeys(free[:wanted], 2)}
-    assert changes.tolist() == [marks.get(row, 0) for row in range(count)]
-    assert total == len(marks)
+    prompts = [row + 50 for row in range(wanted)]
+    changes, request = np.full(count, 9, np.int8), np.full(3 * count, -1, np.int64)
+    request[: len(leaving) + wanted] = leaving + prompts
     numbers = np.arange(9 * count).reshape(9, count) + 1
     numbers[2] = live * (np.arange(count) % 3)
+    numbers[6] = data.draw(st.lists(st.sampled_from([0, 8]), min_size=count, max_size=count))  # floors
     old = numbers.copy()
-    pages, stack = np.arange(3 * count, dtype=np.int32).reshape(count, 3), np.full(4 * count, -1, np.int32)
+    rings, words = np.zeros((count, 2), np.int32), np.zeros(14 * count, np.int32)
+    same_request, same_changes, same_words = request.copy(), changes.copy(), words.copy()
+    records = lowest_free(request, len(leaving), wanted, live, changes)
+    joining = request[len(leaving) + wanted :][:wanted].tolist()
+    assert joining == free[:wanted]
+    marks = {**dict.fromkeys(leaving, 1), **dict.fromkeys(joining, 2)}
+    assert changes.tolist() == [marks.get(row, 0) for row in range(count)]
+    assert records == len(marks)
+    num_words = write_records(words, changes, records, numbers, rings)
+    both = write_change(same_request, len(leaving), wanted, same_words, live, same_changes, numbers, rings)
+    assert both == (records, num_words)
+    for one, other in ((request, same_request), (changes, same_changes), (words, same_words)):
+        assert one.tolist() == other.tolist()
+    pages, stack = np.arange(3 * count, dtype=np.int32).reshape(count, 3), np.full(5 * count, -1, np.int32)
+    shares = np.zeros(3 * count, np.int32)
+    for row in np.flatnonzero(numbers[6]):  # only a row with a floor reads pages with others
+        shares[3 * row : 3 * row + 3] = data.draw(st.lists(st.integers(0, 2), min_size=3, max_size=3))
+    others = shares.copy()
     last, sent = np.full(count, 7), np.full(count, 7)
-    top, rotated = note_change(left, joining, joining + 50, 20, live, numbers, pages, stack, 2, last, sent, 7)
+    top, rotated = note_change(
+        request, len(leaving), wanted, 20, live, numbers, pages, stack, 2, shares, last, sent, 7
+    )
     assert rotated == old[7:, leaving].sum()
     assert last.tolist() == [0 if row in marks else 7 for row in range(count)]
     assert sent.tolist() == [-1 if row in marks else 7 for row in range(count)]
-    assert stack[2:top].tolist() == [page for row in leaving for page in pages[row, : old[2, row]]]
+    left = [page for row in leaving for page in pages[row, : old[2, row]].tolist()]
+    assert stack[2:top].tolist() == [page for page in left if others[page] == 0]
+    assert shares.tolist() == [n - (page in left and n > 0) for page, n in enumerate(others.tolist())]
     for row in range(count):
         assert live[row] == (row in joining or (before[row] and row not in leaving))
         line = old[:, row].copy()
         if row in leaving:
             line[1:] = 0
         if row in joining:
-            line[:2] = [21 + joining.tolist().index(row), row + 50]
+            line[:2] = [21 + joining.index(row), prompts[joining.index(row)]]
         assert numbers[:, row].tolist() == line.tolist()

@@ -1,4 +1,4 @@
-"""Page copies against NumPy: whole words and odd bytes, padded layers, parts, pairs that name no page."""
+"""Page copies against NumPy: 16 bytes, whole words and odd bytes, padded layers, parts, pairs that name no page."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import pytest
 
 from numba_kv.device import Device, create_device
 from numba_kv.dtypes import dtype
-from numba_kv.kernels.kv_copy import copy_page_bytes, copy_page_words
+from numba_kv.kernels.kv_copy import copy_page_bytes, copy_page_units, copy_page_words
+from numba_kv.kernels.wide_rows import reciprocal
 from tests.helpers.kv_pools import Guarded
 
 
@@ -51,5 +52,44 @@ def test_pages_are_copied_in_every_layer_and_half(device: Device, unit: int, hal
     expected = before.copy()
     view = expected.reshape(layers, layer)[:, : layer - padding].reshape(layers, halves, pages, page)
     for source, target in ((0, 3), (0, 1), (pages - 2, 4)):
+        view[:, :, target] = view[:, :, source]
+    assert np.array_equal(slab.values(), expected)
+
+
+@pytest.mark.parametrize(("units", "parts"), [(1, 1), (3, 1), (37, 1), (37, 3), (40, 2)])
+@pytest.mark.parametrize("halves", [1, 2])
+def test_pages_are_copied_by_16_bytes(device: Device, halves: int, units: int, parts: int) -> None:
+    layers, pages, page, padding = 3, 6, 16 * units, 32
+    layer = halves * pages * page + padding
+    slab = Guarded(device, (layers * layer,), "uint8")
+    before = np.random.default_rng(1).integers(0, 256, layers * layer, np.uint8)
+    slab.fill(before)
+    pairs = np.array([(0, 3), (-1, 0), (0, 1), (0, pages - 2), (2**31 - 1, 0), (pages - 2, 2)], np.int32)
+    on_device = device.tensor(pairs.shape, dtype("int32"))
+    on_device.fill_from(pairs)
+    launch = copy_page_units.bind(
+        device,
+        {
+            "slab": slab.tensor,
+            "pairs": on_device,
+            "layers": layers,
+            "halves": halves,
+            "parts": parts,
+            "by_layers": reciprocal(layers),
+            "by_halves": reciprocal(halves),
+            "by_parts": reciprocal(parts),
+            "part_size": 16 * -(-units // parts),
+            "page_size": page,
+            "layer_stride": layer,
+            "half_stride": pages * page,
+            "num_pages": pages - 1,
+            "num_targets": pages - 2,
+        },
+        threads=32,
+    )
+    launch(len(pairs) * layers * halves * parts, device.stream)
+    expected = before.copy()
+    view = expected.reshape(layers, layer)[:, : layer - padding].reshape(layers, halves, pages, page)
+    for source, target in ((0, 3), (0, 1), (pages - 2, 2)):
         view[:, :, target] = view[:, :, source]
     assert np.array_equal(slab.values(), expected)

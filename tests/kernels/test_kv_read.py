@@ -52,10 +52,10 @@ def check(
     v = dense(device, packed.tensor[:, heads + pitch :], "v", heads, dim)
     scale = None if factors is None else uploaded(device, factors.reshape(-1))
     bound = bind_rows(pool.tensor, k, v, uploaded(device, slots), scale, write=False)
-    bound.launch(tokens * bound.items, device.stream)
+    bound.run(tokens, device.stream)
     assert same_bits(packed.values(), wanted)
     assert same_bits(pool.values(), values)
-    return bound.launch.kernel.name
+    return bound.kernel.name
 
 
 @pytest.mark.parametrize("order", [NHD, HND], ids=["NHD", "HND"])
@@ -63,11 +63,14 @@ def check(
 @pytest.mark.parametrize("kind", ["float32", "float16", "bfloat16"])
 def test_every_pair_of_types(device: Device, kind: str, pool_kind: str, order: tuple[int, ...]) -> None:
     name = check(device, kind, pool_kind, order=order)
+    assert name.startswith("move_kv_0_")
+    name = check(device, kind, pool_kind, order=order, dim=12, skew=8)
     assert name == ("gather_kv_words" if kind == pool_kind else "gather_kv")
 
 
 def test_float8_is_read_as_it_is(device: Device) -> None:
-    assert check(device, "float8_e4m3", "float8_e4m3") == "gather_kv_words"
+    assert check(device, "float8_e4m3", "float8_e4m3", dim=16) == "move_kv_0_m1_m1_0"
+    assert check(device, "float8_e4m3", "float8_e4m3", heads=1) == "gather_kv_words"
     assert check(device, "float8_e4m3", "float8_e4m3", dim=5) == "gather_kv"
 
 

@@ -44,8 +44,8 @@ def write(device: Device, pool: Guarded, k: Tensor, v: Tensor, slots: np.ndarray
     _, _, _, heads, dim = pool.tensor.shape
     operands = dense(device, k, "k", heads, dim), dense(device, v, "v", heads, dim)
     bound = bind_rows(pool.tensor, *operands, uploaded(device, slots), scale, write=True)
-    bound.launch(len(slots) * bound.items, device.stream)
-    return bound.launch.kernel.name
+    bound.run(len(slots), device.stream)
+    return bound.kernel.name
 
 
 def expected(before: np.ndarray, k: np.ndarray, v: np.ndarray, slots: np.ndarray, factors: np.ndarray | None) -> np.ndarray:
@@ -84,6 +84,8 @@ def check(
 @pytest.mark.parametrize("kind", ["float32", "float16", "bfloat16"])
 def test_every_pair_of_types(device: Device, kind: str, pool_kind: str, order: tuple[int, ...]) -> None:
     name = check(device, kind, pool_kind, order=order)
+    assert name.startswith("move_kv_1_")
+    name = check(device, kind, pool_kind, order=order, dim=12, skew=8)
     assert name == ("write_kv_words" if kind == pool_kind else "write_kv")
 
 
@@ -106,10 +108,31 @@ def test_equal_types_move_bit_by_bit(device: Device, kind: str) -> None:
         assert same_bits(pool.values()[:, :4].reshape(2, 256, 1, dim), bits)
 
 
-@pytest.mark.parametrize(("dim", "skew", "words"), [(8, 0, True), (12, 0, True), (7, 0, False), (1, 0, False), (8, 2, False)])
-def test_words_where_everything_is_aligned(device: Device, dim: int, skew: int, words: bool) -> None:
-    name = check(device, "bfloat16", "bfloat16", heads=1, dim=dim, skew=skew)
-    assert name == ("write_kv_words" if words else "write_kv")
+@pytest.mark.parametrize(
+    ("dim", "skew", "name"),
+    [
+        (8, 0, "move_kv"),
+        (12, 0, "write_kv_words"),
+        (8, 8, "write_kv_words"),
+        (7, 0, "write_kv"),
+        (1, 0, "write_kv"),
+        (8, 2, "write_kv"),
+    ],
+)
+def test_the_widest_accesses_that_everything_is_aligned_to(device: Device, dim: int, skew: int, name: str) -> None:
+    found = check(device, "bfloat16", "bfloat16", heads=1, dim=dim, skew=skew)
+    assert found.removesuffix("_1_m1_m1_0") == name
+
+
+@pytest.mark.parametrize("pool_kind", ["bfloat16", "float8_e4m3"])
+@pytest.mark.parametrize("order", [NHD, HND], ids=["NHD", "HND"])
+@pytest.mark.parametrize("span", [1, 3, 16])
+def test_tokens_of_a_block(device: Device, monkeypatch: pytest.MonkeyPatch, span: int, order: tuple, pool_kind: str) -> None:
+    """Several tokens a block, the last block not full; heads of three units, which no power of two divides."""
+    monkeypatch.setattr("numba_kv.cache.kv_operands._MANY_TOKENS", 8)
+    monkeypatch.setattr("numba_kv.cache.kv_operands._MANY_UNITS", span * 6)
+    for tokens in (7, 8, 13):
+        check(device, "bfloat16", pool_kind, order=order, heads=2, dim=24, tokens=tokens, pages=6)
 
 
 @settings(max_examples=20)
@@ -165,7 +188,7 @@ def test_offsets_are_of_64_bits(device: Device) -> None:
         factors = None if kind == "float8_e4m3" else uploaded(device, np.ones(4, np.float32))
         operands = dense(device, k, "k", 2, 128), dense(device, v, "v", 2, 128)
         bound = bind_rows(pool, *operands, uploaded(device, slots), factors, write=True)
-        bound.launch(4 * bound.items, device.stream)
+        bound.run(4, device.stream)
         for half, values in enumerate((k, v)):
             wanted = converted(values.to_host(), "float8_e4m3")
             assert same_bits(pool[half, 0, :2].to_host(), wanted[:2])

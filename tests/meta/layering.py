@@ -16,6 +16,7 @@ TIERS = (
     ("dtypes", "geometry"),
     ("config",),
     ("plan",),
+    ("plan_deployment",),
     ("ledger",),
     ("device",),
     ("kernels",),
@@ -47,7 +48,7 @@ ALLOWED = {
     "matplotlib": {"replay", "cli"},
 }
 #: Rooms that a program may import before it wants an array.
-NO_ARRAYS_AT_IMPORT = {"errors", "dtypes", "geometry", "config", "plan"}
+NO_ARRAYS_AT_IMPORT = {"errors", "dtypes", "geometry", "config", "plan", "plan_deployment"}
 ARRAY_PACKAGES = {"numpy", "ml_dtypes"}
 
 

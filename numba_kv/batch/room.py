@@ -1,0 +1,60 @@
+"""BatchRoom: what still fits into a Batch."""
+
+from __future__ import annotations
+
+from abc import ABC
+from typing import TYPE_CHECKING
+
+from numba_kv.batch.arguments import integer
+from numba_kv.device.unique import Unique
+from numba_kv.errors import CapacityError, InputError
+from numba_kv.geometry import ceil_div
+
+if TYPE_CHECKING:
+    from numba_kv.batch.stepper import Stepper
+    from numba_kv.device.guard import CallGuard
+    from numba_kv.plan import MemoryPlan
+
+__all__ = ["BatchRoom"]
+
+
+class BatchRoom(Unique, ABC):
+    """Part of Batch: free rows and pages."""
+
+    plan: MemoryPlan
+    guard: CallGuard
+    stepper: Stepper
+
+    @property
+    def free_rows(self) -> int:
+        """Rows without a sequence."""
+        self.guard.check_open()
+        return self.stepper.ledger.free_rows
+
+    @property
+    def free_pages(self) -> int:
+        """Pages of the full-attention pool that no row holds."""
+        self.guard.check_open()
+        return self.stepper.ledger.pool.free_pages
+
+    def can_admit(self, num_tokens: int = 1) -> bool:
+        """Return whether a row is free and the pool holds a prompt of `num_tokens` now."""
+        self.guard.check_open()
+        number = integer(num_tokens)
+        if number is None or number < 1:
+            raise InputError(f"num_tokens: {num_tokens!r} is not a positive integer")
+        full = self.plan.groups[0]
+        if number > self.plan.config.max_kv_cache_capacity or not self.free_rows:
+            return False
+        return full.is_empty or ceil_div(number, full.page_tokens) <= self.free_pages
+
+    def _check_rows(self, wanted: int, leaving: int = 0) -> None:
+        """Raise CapacityError if `wanted` sequences have no row when `leaving` have left theirs."""
+        free = self.stepper.ledger.free_rows + leaving
+        if wanted > free:
+            raise CapacityError(
+                f"rows: {wanted} sequences are to be admitted, {free} of {self.plan.config.max_batch_size} rows are free; "
+                "retire some or plan with a larger max_batch_size",
+                needed=wanted,
+                free=free,
+            )

@@ -1,0 +1,89 @@
+"""RowLaunch: a bound kernel over tokens, with as many tokens a block as suits how many there are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from numba_kv.geometry import ceil_div
+
+if TYPE_CHECKING:
+    from numba_kv.device import Device, Stream, Tensor
+    from numba_kv.kernels.jit import Kernel, Launch
+
+__all__ = ["RowLaunch", "Shape", "threads_for"]
+
+_WARP = 32
+_MAX_THREADS = 256
+
+
+def threads_for(units: int) -> int:
+    """Return the threads of a block that has `units` pieces of work."""
+    return min(_MAX_THREADS, max(_WARP, ceil_div(units, _WARP) * _WARP))
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """How tokens become blocks, from `least` tokens on: `span` tokens a block of `threads` threads."""
+
+    least: int
+    span: int
+    threads: int
+
+
+class RowLaunch:
+    """A kernel bound to its arrays.
+
+    Parameters
+    ----------
+    kernel : Kernel
+        Of the block form.
+    device : Device
+        Where it runs.
+    values : dict
+        Its arguments. If `tokens` and `span` are among them, they are set by every run.
+    items : int
+        Items of a token, if a block has one token.
+    tokens : int
+        Tokens for which there is room.
+    shapes : tuple of Shape
+        The first has `least` 0; bound when they are first used.
+    """
+
+    __slots__ = ("_bound", "_device", "_has_span", "_tokens", "_values", "items", "kernel", "shapes", "tokens")
+
+    def __init__(
+        self, kernel: Kernel, device: Device, values: dict[str, Tensor | int], items: int, tokens: int, *shapes: Shape
+    ) -> None:
+        self.kernel = kernel
+        self.items = items
+        self.tokens = tokens
+        self.shapes = shapes
+        self._device = device
+        self._values = values
+        self._has_span = "span" in values
+        self._bound: list[Launch | None] = [None] * len(shapes)
+        self._tokens = [-1] * len(shapes)
+        self._bind(0)
+
+    def _bind(self, place: int) -> Launch:
+        shape = self.shapes[place]
+        values = {**self._values, "span": shape.span} if self._has_span else self._values
+        launch = self.kernel.bind(self._device, values, threads=shape.threads)
+        self._bound[place] = launch
+        return launch
+
+    def run(self, tokens: int, stream: Stream, **scalars: int) -> None:
+        """Enqueue the kernel over the first `tokens` tokens."""
+        place = 0
+        for number, shape in enumerate(self.shapes):
+            if tokens >= shape.least:
+                place = number
+        launch = self._bound[place] or self._bind(place)
+        if not self._has_span:
+            launch(tokens * self.items, stream, **scalars)
+            return
+        if tokens != self._tokens[place]:
+            launch(0, stream, tokens=tokens)
+            self._tokens[place] = tokens
+        launch(-(-tokens // self.shapes[place].span) * self.items, stream, **scalars)

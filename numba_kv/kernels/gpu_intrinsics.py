@@ -1,0 +1,213 @@
+"""Instructions of a GPU that Numba does not write by itself: wide accesses, and conversions of packed elements.
+
+Each function returns an intrinsic for Numba's CUDA compiler. They are what the primitives of `wide_access` and `wide_values`
+become; those say what they mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from numba_kv.kernels.numba_targets import cuda_module
+
+__all__ = ["float_operation", "load_bytes", "narrow_elements", "store_bytes", "widen_elements"]
+
+_SIGN = 0x80000000
+#: What rounds two float32 to a pair of elements, the first operand to the upper one: text, result's letter and bits, NaN.
+_NARROW = {
+    "float16": ("cvt.rn.f16x2.f32 $0, $1, $2;", "r", 16, 0x7E00),
+    "bfloat16": ("cvt.rn.bf16x2.f32 $0, $1, $2;", "r", 16, 0x7FC0),
+    "float8": ("cvt.rn.satfinite.e4m3x2.f32 $0, $1, $2;", "h", 8, 0x7F),
+}
+
+
+def _intrinsic() -> tuple[Any, Any, Any]:
+    from llvmlite import ir
+    from numba.cuda import types
+    from numba.cuda.extending import intrinsic
+
+    return ir, types, intrinsic
+
+
+def _pointer(ir: Any, context: Any, builder: Any, array_type: Any, array: Any, at: Any, element: Any) -> Any:
+    """Return where byte `at` of the array is in the global space, in which every array of a kernel lies."""
+    data = context.make_array(array_type)(context, builder, array).data
+    place = builder.addrspacecast(builder.gep(data, [at]), ir.PointerType(ir.IntType(8), 1))
+    return builder.bitcast(place, ir.PointerType(element, 1))
+
+
+def load_bytes(count: int) -> Any:
+    """Return ``(memory, at) -> uint64``, or a pair of them for 16 bytes; `at` is a multiple of `count`.
+
+    Loads of 8 and 16 bytes stay where they are written: the compiler would move them behind the branch that uses them, where
+    they wait for what decides it.
+    """
+    ir, types, intrinsic = _intrinsic()
+    word = ir.IntType(64)
+    pair = types.UniTuple(types.uint64, 2)
+
+    def fixed_load(context: Any, builder: Any, memory: Any, arguments: Any) -> Any:
+        place = _pointer(ir, context, builder, memory, arguments[0], arguments[1], ir.IntType(8))
+        place = builder.ptrtoint(place, word)
+        if count == 8:
+            return builder.asm(ir.FunctionType(word, [word]), "ld.global.u64 $0, [$1];", "=l,l", [place], True)
+        two = ir.FunctionType(ir.LiteralStructType([word, word]), [word])
+        both = builder.asm(two, "ld.global.v2.u64 {$0, $1}, [$2];", "=l,=l,l", [place], True)
+        return context.make_tuple(builder, pair, [builder.extract_value(both, i) for i in range(2)])
+
+    @intrinsic
+    def load(typingctx, memory, at):
+        def codegen(context, builder, signature, arguments):
+            if count >= 8:
+                return fixed_load(context, builder, memory, arguments)
+            array, place = arguments
+            value = builder.load(_pointer(ir, context, builder, memory, array, place, ir.IntType(8 * count)))
+            value.align = count
+            return builder.zext(value, word)
+
+        return (pair if count == 16 else types.uint64)(memory, at), codegen
+
+    return load
+
+
+def store_bytes(count: int) -> Any:
+    """Return ``(memory, at, word)``, or ``(memory, at, low, high)`` for 16 bytes; `at` is a multiple of `count`."""
+    ir, types, intrinsic = _intrinsic()
+
+    if count == 16:
+
+        @intrinsic
+        def store_pair(typingctx, memory, at, low, high):
+            def codegen(context, builder, signature, arguments):
+                array, place, *parts = arguments
+                element = ir.VectorType(ir.IntType(64), 2)
+                value = ir.Constant(element, ir.Undefined)
+                for i, part in enumerate(parts):
+                    value = builder.insert_element(value, part, ir.Constant(ir.IntType(32), i))
+                builder.store(value, _pointer(ir, context, builder, memory, array, place, element)).align = count
+                return context.get_dummy_value()
+
+            return types.void(memory, at, types.uint64, types.uint64), codegen
+
+        return store_pair
+
+    @intrinsic
+    def store(typingctx, memory, at, value):
+        def codegen(context, builder, signature, arguments):
+            array, place, part = arguments
+            element = ir.IntType(8 * count)
+            part = part if count == 8 else builder.trunc(part, element)
+            builder.store(part, _pointer(ir, context, builder, memory, array, place, element)).align = count
+            return context.get_dummy_value()
+
+        return types.void(memory, at, types.uint64), codegen
+
+    return store
+
+
+def _widened(ir: Any, builder: Any, word: Any, kind: str) -> list[Any]:
+    """Return the float32 of the elements of a 64-bit word; exact. A NaN keeps its sign, which the instructions drop."""
+    i16, i32, f32 = ir.IntType(16), ir.IntType(32), ir.FloatType()
+    floats = []
+
+    def const(value: int) -> Any:
+        return ir.Constant(i32, value)
+
+    for half in range(2):
+        bits = builder.trunc(builder.lshr(word, ir.Constant(ir.IntType(64), 32 * half)), i32)
+        if kind == "bfloat16":
+            floats += [builder.shl(bits, const(16)), builder.and_(bits, const(0xFFFF0000))]
+            continue
+        for pair in range(2) if kind == "float8" else (0,):
+            halves = bits
+            if kind == "float8":
+                small = builder.trunc(builder.lshr(bits, const(16 * pair)), i16)
+                convert = ir.FunctionType(i32, [i16])
+                halves = builder.asm(convert, "cvt.rn.f16x2.e4m3x2 $0, $1;", "=r,h", [small], False)
+            both = builder.bitcast(halves, ir.VectorType(ir.HalfType(), 2))
+            for i in range(2):
+                value = builder.fpext(builder.extract_element(both, const(i)), f32)
+                up = 24 - 16 * pair - 8 * i if kind == "float8" else 16 - 16 * i
+                sign = builder.and_(builder.shl(bits, const(up)), const(_SIGN))
+                floats.append(builder.or_(builder.bitcast(value, i32), sign))
+    return [builder.bitcast(bits, f32) for bits in floats]
+
+
+def widen_elements(kind: str) -> Any:
+    """Return ``word -> float32 of each of its elements``."""
+    ir, types, intrinsic = _intrinsic()
+    result = types.UniTuple(types.float32, 8 if kind == "float8" else 4)
+
+    @intrinsic
+    def widen(typingctx, word):
+        def codegen(context, builder, signature, arguments):
+            return context.make_tuple(builder, result, _widened(ir, builder, arguments[0], kind))
+
+        return result(types.uint64), codegen
+
+    return widen
+
+
+def _narrowed(ir: Any, builder: Any, low: Any, high: Any, kind: str) -> Any:
+    """Return two float32 as a pair of elements; NaN as the one NaN of its sign."""
+    text, letter, bits, nan = _NARROW[kind]
+    i32, f32 = ir.IntType(32), ir.FloatType()
+    pair = ir.IntType(2 * bits)
+    packed = builder.asm(ir.FunctionType(pair, [f32, f32]), text, f"={letter},f,f", [high, low], False)
+    before = builder.block
+    with builder.if_then(builder.fcmp_unordered("uno", low, high), likely=False):
+        mended = packed
+        for i, value in enumerate((low, high)):
+            place, element = bits * i, (1 << bits) - 1
+            is_negative = builder.icmp_signed("<", builder.bitcast(value, i32), ir.Constant(i32, 0))
+            positive, negative = (ir.Constant(pair, n << place) for n in (nan, nan | 1 << bits - 1))
+            others = builder.and_(mended, ir.Constant(pair, ~(element << place)))
+            with_nan = builder.or_(others, builder.select(is_negative, negative, positive))
+            mended = builder.select(builder.fcmp_unordered("uno", value, value), with_nan, mended)
+        inside = builder.block
+    found = builder.phi(pair)
+    found.add_incoming(packed, before)
+    found.add_incoming(mended, inside)
+    return found
+
+
+def narrow_elements(kind: str) -> Any:
+    """Return ``float32 of each element -> word``, rounded to nearest even; float8 saturates."""
+    ir, types, intrinsic = _intrinsic()
+    word = ir.IntType(64)
+
+    def pack(builder: Any, values: Any) -> Any:
+        bits = 2 * _NARROW[kind][2]
+        packed = None
+        for i in range(len(values) // 2):
+            pair = builder.zext(_narrowed(ir, builder, values[2 * i], values[2 * i + 1], kind), word)
+            pair = builder.shl(pair, ir.Constant(word, bits * i))
+            packed = pair if packed is None else builder.or_(packed, pair)
+        return packed
+
+    if kind == "float8":
+
+        @intrinsic
+        def narrow_eight(typingctx, a, b, c, d, e, f, g, h):
+            def codegen(context, builder, signature, arguments):
+                return pack(builder, arguments)
+
+            return types.uint64(*[types.float32] * 8), codegen
+
+        return narrow_eight
+
+    @intrinsic
+    def narrow_four(typingctx, a, b, c, d):
+        def codegen(context, builder, signature, arguments):
+            return pack(builder, arguments)
+
+        return types.uint64(*[types.float32] * 4), codegen
+
+    return narrow_four
+
+
+def float_operation(name: str) -> Callable[..., Any]:
+    """Return a function of libdevice, which is rounded by itself: the compiler fuses it with no other."""
+    found: Callable[..., Any] = getattr(cuda_module().libdevice, name)
+    return found

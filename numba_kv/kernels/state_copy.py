@@ -1,0 +1,360 @@
+"""States to zero, and states to states: `clear_states_*`, `clear_fresh_states_*`, `copy_states_*`; rows that find them.
+
+A state is opaque here. Each kernel exists for 8-byte words and, for states that are not of whole words, for 2-byte halves. ::
+
+    slab    | layer 0: slot 0, slot 1, ... | padding | layer 1: ...
+    slot    | part | part | ... | rest |                               a block works on one part
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from numba_kv.kernels.jit import kernel, routine
+from numba_kv.kernels.layout import FLAGS, LIVE, RECORD_WORDS, ROW
+from numba_kv.kernels.spec import array, scalar
+
+__all__ = [
+    "clear_fresh_states_halves",
+    "clear_fresh_states_words",
+    "clear_states_halves",
+    "clear_states_words",
+    "copy_part_of_state",
+    "copy_states_halves",
+    "copy_states_words",
+    "permute_state_rows",
+]
+
+
+@routine
+def clear_part_of_slot(part, slot, lane, lanes, recurrent, conv, sizes):
+    """Clear one part of a slot: the parts of all layers follow each other, those of a layer's convolution last."""
+    part_size, recurrent_size, recurrent_layer, recurrent_parts, conv_size, conv_layer, parts = sizes
+    layer = part // parts
+    place = part - layer * parts
+    step = np.uint64(lanes)
+    j = np.uint64(lane)
+    if place < recurrent_parts:
+        first = place * part_size
+        at = np.uint64(layer * recurrent_layer + slot * recurrent_size + first)
+        stop = np.uint64(min(part_size, recurrent_size - first))
+        while j < stop:
+            recurrent[at + j] = 0
+            j += step
+    else:
+        first = (place - recurrent_parts) * part_size
+        at = np.uint64(layer * conv_layer + slot * conv_size + first)
+        stop = np.uint64(min(part_size, conv_size - first))
+        while j < stop:
+            conv[at + j] = 0
+            j += step
+
+
+@kernel(
+    block_form=True,
+    recurrent=array("uint64"),
+    conv=array("uint64"),
+    first_slot=scalar(),
+    layers=scalar(),
+    part_size=scalar(),
+    recurrent_size=scalar(),
+    recurrent_layer=scalar(),
+    recurrent_parts=scalar(),
+    conv_size=scalar(),
+    conv_layer=scalar(),
+    parts=scalar(),
+)
+def clear_states_words(
+    item,
+    lane,
+    lanes,
+    recurrent,
+    conv,
+    first_slot,
+    layers,
+    part_size,
+    recurrent_size,
+    recurrent_layer,
+    recurrent_parts,
+    conv_size,
+    conv_layer,
+    parts,
+):
+    """Clear the states of slots from `first_slot` on, in all layers; sizes in words. Item: a part, by slot and layer."""
+    each = layers * parts
+    place = np.int64(item) // each
+    sizes = (part_size, recurrent_size, recurrent_layer, recurrent_parts, conv_size, conv_layer, parts)
+    clear_part_of_slot(np.int64(item) - place * each, first_slot + place, lane, lanes, recurrent, conv, sizes)
+
+
+@kernel(
+    block_form=True,
+    recurrent=array("uint16"),
+    conv=array("uint16"),
+    first_slot=scalar(),
+    layers=scalar(),
+    part_size=scalar(),
+    recurrent_size=scalar(),
+    recurrent_layer=scalar(),
+    recurrent_parts=scalar(),
+    conv_size=scalar(),
+    conv_layer=scalar(),
+    parts=scalar(),
+)
+def clear_states_halves(
+    item,
+    lane,
+    lanes,
+    recurrent,
+    conv,
+    first_slot,
+    layers,
+    part_size,
+    recurrent_size,
+    recurrent_layer,
+    recurrent_parts,
+    conv_size,
+    conv_layer,
+    parts,
+):
+    """Clear states that are not of whole words: `clear_states_words` in 2-byte units."""
+    each = layers * parts
+    place = np.int64(item) // each
+    sizes = (part_size, recurrent_size, recurrent_layer, recurrent_parts, conv_size, conv_layer, parts)
+    clear_part_of_slot(np.int64(item) - place * each, first_slot + place, lane, lanes, recurrent, conv, sizes)
+
+
+@routine
+def start_row(edits, state_slots, state_index, record, is_first, recurrent, conv, part, lane, lanes, sizes):
+    """Do one part of a record of a composition change: its row starts, or ends and has no states to be found."""
+    at = record * RECORD_WORDS
+    row = np.int64(edits[at + ROW])
+    slot = np.int64(-1)
+    if edits[at + FLAGS] & LIVE != 0:
+        slot = np.int64(state_slots[row])
+        clear_part_of_slot(part, slot, lane, lanes, recurrent, conv, sizes)
+    if is_first and lane == 0:
+        state_index[row] = slot
+
+
+@kernel(
+    block_form=True,
+    recurrent=array("uint64"),
+    conv=array("uint64"),
+    edits=array("int32"),
+    state_slots=array("int32"),
+    state_index=array("int32"),
+    layers=scalar(),
+    part_size=scalar(),
+    recurrent_size=scalar(),
+    recurrent_layer=scalar(),
+    recurrent_parts=scalar(),
+    conv_size=scalar(),
+    conv_layer=scalar(),
+    parts=scalar(),
+)
+def clear_fresh_states_words(
+    item,
+    lane,
+    lanes,
+    recurrent,
+    conv,
+    edits,
+    state_slots,
+    state_index,
+    layers,
+    part_size,
+    recurrent_size,
+    recurrent_layer,
+    recurrent_parts,
+    conv_size,
+    conv_layer,
+    parts,
+):
+    """Clear the states of rows that start in a composition change, whose records are in `edits`; sizes in words.
+
+    `state_index` gets the slots of those rows, and -1 for rows that end. Item: a part, by record and layer.
+    """
+    each = layers * parts
+    record = np.int64(item) // each
+    part = np.int64(item) - record * each
+    sizes = (part_size, recurrent_size, recurrent_layer, recurrent_parts, conv_size, conv_layer, parts)
+    start_row(edits, state_slots, state_index, record, part == 0, recurrent, conv, part, lane, lanes, sizes)
+
+
+@kernel(
+    block_form=True,
+    recurrent=array("uint16"),
+    conv=array("uint16"),
+    edits=array("int32"),
+    state_slots=array("int32"),
+    state_index=array("int32"),
+    layers=scalar(),
+    part_size=scalar(),
+    recurrent_size=scalar(),
+    recurrent_layer=scalar(),
+    recurrent_parts=scalar(),
+    conv_size=scalar(),
+    conv_layer=scalar(),
+    parts=scalar(),
+)
+def clear_fresh_states_halves(
+    item,
+    lane,
+    lanes,
+    recurrent,
+    conv,
+    edits,
+    state_slots,
+    state_index,
+    layers,
+    part_size,
+    recurrent_size,
+    recurrent_layer,
+    recurrent_parts,
+    conv_size,
+    conv_layer,
+    parts,
+):
+    """Clear states of rows that start, where they are not of whole words: `clear_fresh_states_words` in 2-byte units."""
+    each = layers * parts
+    record = np.int64(item) // each
+    part = np.int64(item) - record * each
+    sizes = (part_size, recurrent_size, recurrent_layer, recurrent_parts, conv_size, conv_layer, parts)
+    start_row(edits, state_slots, state_index, record, part == 0, recurrent, conv, part, lane, lanes, sizes)
+
+
+@kernel(edits=array("int32"), state_slots=array("int32"), state_index=array("int32"))
+def permute_state_rows(item, edits, state_slots, state_index):
+    """Move rows along a cycle, as `permute_rows` does; states stay where they are.
+
+    Item: a cycle r0 <- r1 <- ... <- r0 of `edits`.
+    """
+    first = np.int64(edits[item])
+    last = np.int64(edits[item + 1]) - 1
+    head, tail = edits[first], edits[last]
+    slot, place = state_slots[head], state_index[head]
+    for i in range(first, last):
+        state_slots[edits[i]] = state_slots[edits[i + 1]]
+        state_index[edits[i]] = state_index[edits[i + 1]]
+    state_slots[tail] = slot
+    state_index[tail] = place
+
+
+@routine
+def copy_part_of_state(target, source, to, at, first, part_size, size, lane, lanes):
+    """Copy one part of a state that begins at `at` in `source` and at `to` in `target`; lanes share it."""
+    t, s = np.uint64(to + first), np.uint64(at + first)
+    step, stop = np.uint64(lanes), np.uint64(min(part_size, size - first))
+    j = np.uint64(lane)
+    while j + step + step + step < stop:  # all loads before the stores: their latencies overlap
+        k, m, n = j + step, j + step + step, j + step + step + step
+        a, b, c, d = source[s + j], source[s + k], source[s + m], source[s + n]
+        target[t + j] = a
+        target[t + k] = b
+        target[t + m] = c
+        target[t + n] = d
+        j = n + step
+    while j < stop:
+        target[t + j] = source[s + j]
+        j += step
+
+
+@routine
+def copy_slot(item, lane, lanes, target, source, pairs, from_slot, to_slot, layers, parts, part_size, size, strides, limits):
+    """Copy one part of one slot; a pair whose source or target is no slot is left out."""
+    target_layer, source_layer = strides
+    num_targets, num_sources = limits
+    plane = np.int64(item) // parts
+    first = (np.int64(item) - plane * parts) * part_size
+    pair = plane // layers
+    layer = plane - pair * layers
+    if pairs.shape[0] > 0:
+        from_slot, to_slot = np.int64(pairs[pair, 0]), np.int64(pairs[pair, 1])
+    if from_slot >= 0 and from_slot < num_sources and to_slot >= 0 and to_slot < num_targets:
+        to = layer * target_layer + to_slot * size
+        at = layer * source_layer + from_slot * size
+        copy_part_of_state(target, source, to, at, first, part_size, size, lane, lanes)
+
+
+@kernel(
+    block_form=True,
+    target=array("uint64"),
+    source=array("uint64"),
+    pairs=array("int32", 2),
+    from_slot=scalar(),
+    to_slot=scalar(),
+    layers=scalar(),
+    parts=scalar(),
+    part_size=scalar(),
+    size=scalar(),
+    target_layer=scalar(),
+    source_layer=scalar(),
+    num_targets=scalar(),
+    num_sources=scalar(),
+)
+def copy_states_words(
+    item,
+    lane,
+    lanes,
+    target,
+    source,
+    pairs,
+    from_slot,
+    to_slot,
+    layers,
+    parts,
+    part_size,
+    size,
+    target_layer,
+    source_layer,
+    num_targets,
+    num_sources,
+):
+    """Copy slot ``pairs[i, 0]`` of `source` to slot ``pairs[i, 1]`` of `target` in all layers; sizes in words.
+
+    Without pairs, `from_slot` to `to_slot`. Item: a part of a slot, by pair and layer; lanes share its words.
+    """
+    strides = (target_layer, source_layer)
+    limits = (num_targets, num_sources)
+    copy_slot(item, lane, lanes, target, source, pairs, from_slot, to_slot, layers, parts, part_size, size, strides, limits)
+
+
+@kernel(
+    block_form=True,
+    target=array("uint16"),
+    source=array("uint16"),
+    pairs=array("int32", 2),
+    from_slot=scalar(),
+    to_slot=scalar(),
+    layers=scalar(),
+    parts=scalar(),
+    part_size=scalar(),
+    size=scalar(),
+    target_layer=scalar(),
+    source_layer=scalar(),
+    num_targets=scalar(),
+    num_sources=scalar(),
+)
+def copy_states_halves(
+    item,
+    lane,
+    lanes,
+    target,
+    source,
+    pairs,
+    from_slot,
+    to_slot,
+    layers,
+    parts,
+    part_size,
+    size,
+    target_layer,
+    source_layer,
+    num_targets,
+    num_sources,
+):
+    """Copy states that are not of whole words: `copy_states_words` in 2-byte units."""
+    strides = (target_layer, source_layer)
+    limits = (num_targets, num_sources)
+    copy_slot(item, lane, lanes, target, source, pairs, from_slot, to_slot, layers, parts, part_size, size, strides, limits)
