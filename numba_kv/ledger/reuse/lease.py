@@ -1,0 +1,79 @@
+"""Lease: a reuse plan made true: pages that a row reads, and copies that it still has to make."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from numba_kv.errors import StateError
+
+if TYPE_CHECKING:
+    from numba_kv.ledger.reuse.prefix_cache import PrefixCache
+    from numba_kv.ledger.reuse.reuse_plan import ReusePlan
+
+__all__ = ["Lease"]
+
+
+class Lease:
+    """Holds the pages of a plan as a row does, and keeps the sources of its copies from being given up.
+
+    ::
+
+        held ── copied() ──> copied ── handed_over() ──> the row holds the pages and drops them as it drops its own
+          └──────── release() ─────┘
+
+    Attributes
+    ----------
+    plan : ReusePlan
+        What is leased.
+    """
+
+    def __init__(self, cache: PrefixCache, plan: ReusePlan) -> None:
+        self.plan = plan
+        self._cache = cache
+        self._holds_sources = True
+        self._holds_pages = True
+
+    @property
+    def is_open(self) -> bool:
+        """Whether anything is held."""
+        return self._holds_sources or self._holds_pages
+
+    def copied(self) -> None:
+        """Let go of the sources: every copy is enqueued, and what overwrites them later is enqueued behind.
+
+        Raises
+        ------
+        StateError
+            If this was said before.
+        """
+        if not self._holds_sources:
+            raise StateError("lease: its copies are made already, or it was released")
+        self._holds_sources = False
+        self._cache.unpin_sources(self.plan)
+
+    def handed_over(self) -> None:
+        """Leave the pages to a row, which drops them when it retires.
+
+        Raises
+        ------
+        StateError
+            If copies are not made yet, or the pages are not held any more.
+        """
+        if self._holds_sources or not self._holds_pages:
+            raise StateError("lease: pages are handed over once, after the copies were enqueued")
+        self._holds_pages = False
+
+    def release(self) -> None:
+        """Give everything back.
+
+        Raises
+        ------
+        StateError
+            If it was released or handed over.
+        """
+        if not self._holds_pages:
+            raise StateError("lease: its pages were given back or handed over already")
+        if self._holds_sources:
+            self.copied()
+        self._holds_pages = False
+        self._cache.drop_pages(self.plan)
