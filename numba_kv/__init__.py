@@ -21,7 +21,16 @@ _MODULES = {
         "SwappedSequence",
     ),
     "numba_kv.bindings": ("TensorMap", "bind"),
-    "numba_kv.cache": ("HybridCacheManager", "KVCacheManager", "KVIO", "KVPageTable", "MambaCacheManager", "SlotState"),
+    "numba_kv.cache": (
+        "HeadNorm",
+        "HybridCacheManager",
+        "KVCacheManager",
+        "KVIO",
+        "KVPageTable",
+        "MambaCacheManager",
+        "PagedAttention",
+        "SlotState",
+    ),
     "numba_kv.config": (
         "AttentionLayer",
         "DeploymentConfig",
@@ -36,6 +45,7 @@ _MODULES = {
         "load_deployment_config",
         "load_engine_config",
     ),
+    "numba_kv.context": ("ReuseOptions",),
     "numba_kv.device": ("Stream", "Tensor", "target"),
     "numba_kv.dtypes": ("DType", "dtype"),
     "numba_kv.errors": (
@@ -59,6 +69,9 @@ _MODULES = {
     "numba_kv.geometry": ("Window",),
     "numba_kv.kernels.layout": ("Status",),
     "numba_kv.kernels.state_commit": ("CommitStatus",),
+    "numba_kv.ledger.reuse.content": ("MediaSpan",),
+    "numba_kv.ledger.reuse.policy": ("PublishPolicy",),
+    "numba_kv.ledger.reuse.prefix_cache": ("CacheLimits",),
     "numba_kv.plan": ("MemoryPlan", "plan_memory"),
     "numba_kv.shared_resources": ("SharedResources", "allocate_zero_buffer"),
     "numba_kv.weights": (
@@ -110,10 +123,12 @@ if TYPE_CHECKING:  # the same table for type checkers and editors; a test compar
     from numba_kv.bindings import TensorMap as TensorMap, bind as bind
     from numba_kv.cache import (
         KVIO as KVIO,
+        HeadNorm as HeadNorm,
         HybridCacheManager as HybridCacheManager,
         KVCacheManager as KVCacheManager,
         KVPageTable as KVPageTable,
         MambaCacheManager as MambaCacheManager,
+        PagedAttention as PagedAttention,
         SlotState as SlotState,
     )
     from numba_kv.config import (
@@ -130,6 +145,7 @@ if TYPE_CHECKING:  # the same table for type checkers and editors; a test compar
         load_deployment_config as load_deployment_config,
         load_engine_config as load_engine_config,
     )
+    from numba_kv.context import ReuseOptions as ReuseOptions
     from numba_kv.device import Stream as Stream, Tensor as Tensor, target as target
     from numba_kv.dtypes import DType as DType, dtype as dtype
     from numba_kv.errors import (
@@ -153,6 +169,9 @@ if TYPE_CHECKING:  # the same table for type checkers and editors; a test compar
     from numba_kv.geometry import Window as Window
     from numba_kv.kernels.layout import Status as Status
     from numba_kv.kernels.state_commit import CommitStatus as CommitStatus
+    from numba_kv.ledger.reuse.content import MediaSpan as MediaSpan
+    from numba_kv.ledger.reuse.policy import PublishPolicy as PublishPolicy
+    from numba_kv.ledger.reuse.prefix_cache import CacheLimits as CacheLimits
     from numba_kv.plan import MemoryPlan as MemoryPlan, plan_memory as plan_memory
     from numba_kv.shared_resources import (
         SharedResources as SharedResources,

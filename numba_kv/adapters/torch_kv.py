@@ -76,12 +76,12 @@ class TorchKV:
         pool_k, pool_v = self.halves
         self.kernels[0][(tokens,)](self.k, self.v, pool_k, pool_v, slots, WIDTH=self.width, num_warps=4)
 
-    def rotate_then_write_us(self, q: Tensor, table: Tensor, positions: Tensor) -> float:
-        """Return microseconds of two Triton kernels: rotate q and k (halves, in place), then write k and v.
+    def rotate_then_write_us(self, q: Tensor | None, table: Tensor, positions: Tensor) -> float:
+        """Return microseconds of two Triton kernels: rotate q, if given, and k (halves, in place), then write k and v.
 
         Parameters
         ----------
-        q : Tensor bfloat16 [T, Hq, D]
+        q : Tensor bfloat16 [T, Hq, D], optional
             Dense.
         table : Tensor float32 [1, S, D]
             Cosines of all pairs, then sines.
@@ -90,9 +90,10 @@ class TorchKV:
         """
         import torch
 
-        rotated, rows, at = (torch.from_dlpack(t) for t in (q, table, positions))
-        tokens, query_heads, dim = rotated.shape
-        heads = self.width // dim
+        rows, at = torch.from_dlpack(table), torch.from_dlpack(positions)
+        rotated = self.k if q is None else torch.from_dlpack(q)
+        tokens, dim = len(self.k), rows.shape[-1]
+        heads, query_heads = self.width // dim, 0 if q is None else rotated.shape[1]
 
         def work() -> None:
             self.kernels[2][(tokens,)](
@@ -169,12 +170,13 @@ def _kernels() -> tuple[Any, Any, Any]:
         row = table + tl.load(positions + token).to(tl.int64) * 2 * HALF
         cos = tl.load(row + lane)[None, :]
         sin = tl.load(row + HALF + lane)[None, :]
-        at = tl.arange(0, QUERY_HEADS)[:, None] * 2 * HALF + lane[None, :]
-        q_row = q + token * QUERY_HEADS * 2 * HALF
-        first = tl.load(q_row + at).to(tl.float32)
-        second = tl.load(q_row + at + HALF).to(tl.float32)
-        tl.store(q_row + at, (first * cos - second * sin).to(tl.bfloat16))
-        tl.store(q_row + at + HALF, (second * cos + first * sin).to(tl.bfloat16))
+        if QUERY_HEADS > 0:
+            at = tl.arange(0, QUERY_HEADS)[:, None] * 2 * HALF + lane[None, :]
+            q_row = q + token * QUERY_HEADS * 2 * HALF
+            first = tl.load(q_row + at).to(tl.float32)
+            second = tl.load(q_row + at + HALF).to(tl.float32)
+            tl.store(q_row + at, (first * cos - second * sin).to(tl.bfloat16))
+            tl.store(q_row + at + HALF, (second * cos + first * sin).to(tl.bfloat16))
         at = tl.arange(0, HEADS)[:, None] * 2 * HALF + lane[None, :]
         k_row = k + token * HEADS * 2 * HALF
         first = tl.load(k_row + at).to(tl.float32)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from numba_kv.cache.attention import PagedAttention
 from numba_kv.cache.hybrid import HybridCacheManager
 from numba_kv.cache.kv_cache import KVCacheManager, LayerStorage
 from numba_kv.cache.kv_io import KVIO
@@ -19,6 +20,7 @@ __all__ = [
     "KVPageTable",
     "LayerStorage",
     "MambaCacheManager",
+    "PagedAttention",
     "SlotState",
     "StepBuffers",
 ]

@@ -22,7 +22,7 @@ from numba_kv.device import Tensor
 from numba_kv.device.guard import CallGuard
 from numba_kv.device.interop import as_tensor
 from numba_kv.device.unique import Unique
-from numba_kv.dtypes import dtype
+from numba_kv.dtypes import DType, dtype
 from numba_kv.errors import InputError, InteropError, ShapeError
 from numba_kv.geometry import RESERVED_PAGES
 from numba_kv.kernels.kv_read import find_slots
@@ -79,7 +79,7 @@ class KVIO(Unique):
     def __init__(self, caches: HybridCacheManager) -> None:
         if not isinstance(caches, HybridCacheManager):
             raise InputError(f"caches: {type(caches).__name__} is no HybridCacheManager; pass resources.cache_managers[0]")
-        caches.kv(0)  # raises if the pools are gone
+        caches.kv_cache.kv(0)  # raises if the pools are gone
         self._caches = caches
         self._device = device = caches.device
         self._guard = CallGuard(device, "KVIO", poisons=False)
@@ -98,7 +98,7 @@ class KVIO(Unique):
         Parameters
         ----------
         layer : int
-            Attention layer; it must own its pool.
+            Decoder layer with attention; it must own its pool.
         k_scale, v_scale : float or array of H floats
             For the layer, or for each head; on the host.
 
@@ -111,7 +111,7 @@ class KVIO(Unique):
         """
         with self._guard:
             self._own(layer)
-            self._scales.set(layer, k_scale, v_scale)
+            self._scales.set(self._caches.attention_index(layer), k_scale, v_scale)
 
     def write(self, layer: int, k: Any, v: Any, view: _Step, *, stream: object | None = None) -> None:
         """Write K and V of a step's tokens to where the step put them; tokens of slot -1 are dropped.
@@ -119,7 +119,7 @@ class KVIO(Unique):
         Parameters
         ----------
         layer : int
-            Attention layer; one that borrows K and V writes none.
+            Decoder layer with attention; one that borrows K and V writes none.
         k, v : array [at least view.num_tokens, H, D]
             In the step's order. Rows behind the step's tokens are not read.
         view : StepView
@@ -165,7 +165,7 @@ class KVIO(Unique):
         Parameters
         ----------
         layer : int
-            Attention layer. For one that borrows K and V, `k` and `v` are None and only Q is rotated.
+            Decoder layer with attention. For one that borrows K and V, `k` and `v` are None and only Q is rotated.
         q : array [at least view.num_tokens, Hq, D], optional
             Rotated in place, or to `q_out`.
         k, v : array [at least view.num_tokens, H, D]
@@ -214,10 +214,10 @@ class KVIO(Unique):
             if bound is None:
                 if k is not None or v is not None:
                     self._own(layer)
-                elif storage.owner == layer:
+                elif storage.owner == self._caches.attention_index(layer):
                     raise InputError(f"k, v: None given, but layer {layer} has K and V of its own")
                 call = rotation_of(self._device, pool.shape, given, slots, bool(interleaved))
-                factors = None if call.k is None else self._scales.factors(layer, call.k.dtype, True)
+                factors = None if call.k is None else self._factors(layer, call.k.dtype, True)
                 bound = self._keep(key, bind_rotation(pool, call, factors, norm.bits()))
             else:
                 self._launches.move_to_end(key)
@@ -247,7 +247,7 @@ class KVIO(Unique):
         Parameters
         ----------
         layer : int
-            Attention layer.
+            Decoder layer with attention.
         k, v : array [B, n, H, D]
             Written: column i of row b is position ``starts[b] + low + i``.
         lengths : array int32 [B]
@@ -285,8 +285,8 @@ class KVIO(Unique):
         ----------
         group : int
             g of the plan.
-        pairs : sequence of (source, target)
-            Page ids on the host. The null page can be a source.
+        pairs : sequence of (source, target), or integer array [n, 2]
+            Page ids on the host; an array is checked faster. The null page can be a source.
 
         Raises
         ------
@@ -316,8 +316,11 @@ class KVIO(Unique):
 
     def _own(self, layer: int) -> None:
         owner = self._caches.storage(layer).owner
-        if owner != layer:
-            raise InputError(f"layer: {layer} borrows K and V of layer {owner}, and writes none")
+        if owner != self._caches.attention_index(layer):
+            raise InputError(f"layer: {layer} borrows K and V of attention layer {owner}, and writes none")
+
+    def _factors(self, layer: int, moved: DType, write: bool) -> Tensor | None:
+        return self._scales.factors(self._caches.attention_index(layer), moved, write)
 
     def _slots(self, slots: Any) -> Tensor:
         tensor = as_tensor(self._device, slots, "slots")
@@ -339,7 +342,7 @@ class KVIO(Unique):
                 self._own(layer)
             heads, dim = pool.shape[3:]
             ks, vs = dense(device, k, "k", heads, dim), dense(device, v, "v", heads, dim)
-            factors = self._scales.factors(layer, ks.dtype, write)
+            factors = self._factors(layer, ks.dtype, write)
             bound = self._keep(key, bind_rows(pool, ks, vs, slots, factors, write=write))
         else:
             self._launches.move_to_end(key)

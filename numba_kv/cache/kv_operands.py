@@ -148,7 +148,9 @@ def bind_rows(pool: Tensor, k: Tensor, v: Tensor, slots: Tensor, factors: Tensor
         "shift": page_tokens.bit_length() - 1,
         "num_slots": (num_pages - RESERVED_PAGES) * page_tokens,
     }
-    if not page_tokens & (page_tokens - 1) and _is_wide(pool, k, v, strides):
+    # A CPU composes accesses of 16 bytes from single ones, which pays only where elements are converted together.
+    wide = changes or pool.device.target != "cpu"
+    if wide and not page_tokens & (page_tokens - 1) and _is_wide(pool, k, v, strides):
         return _bind_wide(pool, k, v, slots, factors, values, strides, write)
     size = pool.dtype.itemsize
     used = [n * size for n in strides.values()] + [t.address for t in (pool, k, v)]

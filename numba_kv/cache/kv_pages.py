@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from operator import index
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -17,6 +17,8 @@ from numba_kv.kernels.kv_copy import copy_page_bytes, copy_page_units, copy_page
 from numba_kv.kernels.wide_rows import reciprocal
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from numba_kv.cache.kv_cache import KVCacheManager
     from numba_kv.device import Device
     from numba_kv.kernels.jit import Launch
@@ -40,7 +42,7 @@ class PageCopies:
         self._list: tuple[Staging, Tensor] | None = None
         self._launches: dict[int, list[tuple[Launch, int]]] = {}
 
-    def copy(self, group: int, pairs: Sequence[tuple[int, int]]) -> None:
+    def copy(self, group: int, pairs: Sequence[tuple[int, int]] | NDArray[Any]) -> None:
         """Copy ``pairs`` of (source, target) pages of a group in all its layers; see `KVIO.copy_pages`."""
         groups = self._pools.plan.groups
         try:
@@ -50,7 +52,7 @@ class PageCopies:
         if plan is None:
             raise InputError(f"group: {group!r} is not one of the {len(groups)} groups")
         checked = _checked(pairs, plan)
-        if not plan.slabs or not checked:
+        if not plan.slabs or not len(checked):
             return
         self._pools.kv(plan.slabs[0].layers[0])  # raises if the pools are gone
         staging, on_device = self.prepare()
@@ -58,7 +60,7 @@ class PageCopies:
             self._launches[plan.index] = [self._bind(plan, slab, on_device) for slab in plan.slabs]
         for first in range(0, len(checked), MAX_PAIRS):
             part = checked[first : first + MAX_PAIRS]
-            staging.acquire()[: 2 * len(part)] = np.array(part, np.int32).reshape(-1)
+            staging.acquire()[: 2 * len(part)] = part.reshape(-1)
             staging.send([(0, 2 * len(part), on_device, 0)], self._device.stream)
             for launch, items in self._launches[plan.index]:
                 launch(items * len(part), self._device.stream)
@@ -112,23 +114,32 @@ class PageCopies:
         return launch, layers * halves * parts
 
 
-def _checked(pairs: Sequence[tuple[int, int]], group: GroupPlan) -> list[tuple[int, int]]:
+def _checked(pairs: Any, group: GroupPlan) -> NDArray[np.int32]:
+    """Return the pairs as int32 [n, 2]."""
     try:
-        found = [(index(source), index(target)) for source, target in pairs]
-        if any(isinstance(page, bool) for pair in pairs for page in pair):
+        given = pairs if isinstance(pairs, np.ndarray) else list(pairs)
+        found = np.asarray(given)
+        if found is not given and any(isinstance(page, (bool, np.bool_)) for pair in given for page in pair):
+            raise TypeError
+        if found.size == 0:
+            return np.empty((0, 2), np.int32)
+        if found.ndim != 2 or found.shape[1] != 2 or found.dtype.kind not in "iu":
             raise TypeError
     except (TypeError, ValueError):
         raise InputError("pairs: (source, target) pairs of page ids are wanted") from None
     usable = group.num_pages - RESERVED_PAGES
-    for source, target in found:
-        if not 0 <= source <= usable:
-            raise InputError(f"pairs: source {source} is not in 0..{usable} (the null page) of group {group.index}")
-        if not 0 <= target < usable:
-            raise InputError(f"pairs: target {target} is not in 0..{usable - 1} of group {group.index}")
-    targets = {target for _, target in found}
-    if len(targets) != len(found):
+    sources, targets = found[:, 0], found[:, 1]
+    if ((sources < 0) | (sources > usable)).any():
+        wrong = int(sources[(sources < 0) | (sources > usable)][0])
+        raise InputError(f"pairs: source {wrong} is not in 0..{usable} (the null page) of group {group.index}")
+    if ((targets < 0) | (targets >= usable)).any():
+        wrong = int(targets[(targets < 0) | (targets >= usable)][0])
+        raise InputError(f"pairs: target {wrong} is not in 0..{usable - 1} of group {group.index}")
+    is_target = np.zeros(usable + 1, bool)
+    is_target[targets] = True
+    if int(is_target.sum()) != len(targets):
         raise InputError("pairs: a page is a target twice")
-    both = targets & {source for source, _ in found}
-    if both:
-        raise InputError(f"pairs: page {min(both)} is both source and target; copy in two calls")
-    return found
+    if is_target[sources].any():
+        both = int(sources[is_target[sources]].min())
+        raise InputError(f"pairs: page {both} is both source and target; copy in two calls")
+    return found.astype(np.int32)

@@ -34,7 +34,7 @@ _KINDS = ("float32", "float16", "bfloat16")
 _UNIT, _MOST_UNITS = 16, 63
 _WARP = 32
 #: Threads of a block: as many as a token has work for, or from this many tokens on, fewer that work longer.
-_FEW_THREADS, _MANY_THREADS, _MANY_TOKENS = 384, 128, 2048
+_FEW_THREADS, _MANY_THREADS, _MANY_TOKENS = 384, 64, 2048
 #: Most threads of a block where nothing is aligned, which takes more registers.
 _NARROW_THREADS = 256
 
@@ -76,7 +76,8 @@ class HeadNorm:
             except (TypeError, ValueError, OverflowError):
                 raise InputError(f"norm: {name} {value!r} is not a number") from None
             if not np.isfinite(number) or number < least:
-                raise InputError(f"norm: {name} {value!r} given; a finite number{' above zero' if name == 'eps' else ''} wanted")
+                wanted = "a finite number above zero" if name == "eps" else "a finite number"
+                raise InputError(f"norm: {name} {value!r} given; {wanted} wanted")
             found.append(int(number.view(np.uint32)))
         return found[0], found[1]
 

@@ -72,7 +72,10 @@ def load_bytes(count: int) -> Any:
 
 
 def store_bytes(count: int) -> Any:
-    """Return ``(memory, at, word)``, or ``(memory, at, low, high)`` for 16 bytes; `at` is a multiple of `count`."""
+    """Return ``(memory, at, word)``, or ``(memory, at, low, high)`` for 16 bytes; `at` is a multiple of `count`.
+
+    Stores of 16 bytes are streaming: what they write is the first to leave the cache, and a large copy is faster for it.
+    """
     ir, types, intrinsic = _intrinsic()
 
     if count == 16:
@@ -80,12 +83,12 @@ def store_bytes(count: int) -> Any:
         @intrinsic
         def store_pair(typingctx, memory, at, low, high):
             def codegen(context, builder, signature, arguments):
-                array, place, *parts = arguments
-                element = ir.VectorType(ir.IntType(64), 2)
-                value = ir.Constant(element, ir.Undefined)
-                for i, part in enumerate(parts):
-                    value = builder.insert_element(value, part, ir.Constant(ir.IntType(32), i))
-                builder.store(value, _pointer(ir, context, builder, memory, array, place, element)).align = count
+                array, at, *parts = arguments
+                word = ir.IntType(64)
+                place = builder.ptrtoint(_pointer(ir, context, builder, memory, array, at, ir.IntType(8)), word)
+                store = ir.FunctionType(ir.VoidType(), [word] * 3)
+                text = "st.global.cs.v2.u64 [$0], {$1, $2};"
+                builder.asm(store, text, "l,l,l,~{memory}", [place, *parts], True)
                 return context.get_dummy_value()
 
             return types.void(memory, at, types.uint64, types.uint64), codegen

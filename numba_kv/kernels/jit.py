@@ -116,13 +116,21 @@ def primitive(
 
 
 def specialise(
-    function: FunctionType, compile_routine: Callable[[Any], Any], gpu: Architecture | None = None
+    function: FunctionType,
+    compile_routine: Callable[[Any], Any],
+    gpu: Architecture | None = None,
+    made: dict[Routine, Any] | None = None,
 ) -> FunctionType:
-    """Return `function` with every routine that it names compiled by `compile_routine`; for a GPU, with its primitives."""
-    scope = dict(function.__globals__)
+    """Return `function` with every routine that it names compiled by `compile_routine`; for a GPU, with its primitives.
+
+    `made` holds the routines that are compiled already: each is, once.
+    """
+    scope, made = dict(function.__globals__), {} if made is None else made
     for name, found in _routines_of(function):
-        own = found.gpu(gpu) if gpu is not None and isinstance(found, Primitive) else None
-        scope[name] = compile_routine(specialise(found.function, compile_routine, gpu)) if own is None else own
+        if found not in made:
+            own = found.gpu(gpu) if gpu is not None and isinstance(found, Primitive) else None
+            made[found] = compile_routine(specialise(found.function, compile_routine, gpu, made)) if own is None else own
+        scope[name] = made[found]
     return FunctionType(function.__code__, scope, function.__name__, function.__defaults__)
 
 

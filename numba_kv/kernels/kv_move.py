@@ -107,8 +107,12 @@ def move_kv(
         two = w < stop
         if not two:
             w = u  # the same unit again costs nothing, and no load waits for a branch
-        t0, t1 = divided(u, units, by_units), divided(w, units, by_units)
-        c0, c1 = u - t0 * units, w - t1 * units
+        t0, t1 = np.int64(0), np.int64(0)
+        c0, c1 = u, w
+        if span > 1:
+            t0, t1 = divided(u, units, by_units), divided(w, units, by_units)
+            c0 -= t0 * units
+            c1 -= t1 * units
         h0, h1 = np.int64(0), np.int64(0)
         if has_heads:
             h0, h1 = divided(c0, row, by_row), divided(c1, row, by_row)

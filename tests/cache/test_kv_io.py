@@ -294,9 +294,9 @@ def test_bad_input_changes_nothing() -> None:
         lengths = uploaded(io, np.array([5], np.int32))
         with pytest.raises(InputError, match="layer: 7"):
             io.write(7, good, good, view)
-        with pytest.raises(InputError, match="layer: 1 borrows K and V of layer 0"):
+        with pytest.raises(InputError, match="layer: 1 borrows K and V of attention layer 0"):
             io.write(1, good, good, view)
-        with pytest.raises(InputError, match="layer: 1 borrows K and V of layer 0"):
+        with pytest.raises(InputError, match="layer: 1 borrows K and V of attention layer 0"):
             io.scatter(1, square, other, lengths)
         with pytest.raises(ShapeError, match="k, v: 4 tokens given, 5 wanted"):
             io.write(0, good[:4], good[:4], view)
@@ -438,3 +438,28 @@ def test_wrong_owners_views_and_scales_are_named() -> None:
         pass
     with pytest.raises(StateError):
         KVIO(batch.resources.cache_managers[0])
+
+
+def test_layers_are_counted_as_the_model_counts_them() -> None:
+    """In a model with recurrent layers between them, attention layers keep their decoder number, scales included."""
+    state = kv.Mamba2Layer(num_heads=2, head_dim=4, state_size=4, conv_dim=16, conv_kernel=4)
+    kinds = ("recurrent", "attention", "none", "attention")
+    config = tiny_config(
+        None, None, heads=(2, 8), kv_cache_dtype="float8_e4m3", layer_types=kinds, recurrent_layer=state
+    )
+    with opened_io(config) as (batch, io):
+        sequence = batch.admit(num_tokens=5)
+        view = batch.step({sequence: 5})
+        told = {layer: numbers(np.random.default_rng(layer), (5, 2, 8), "float32") for layer in (1, 3)}
+        for layer, values in told.items():
+            io.set_scales(layer, 0.5 * layer, 0.5 * layer)
+            io.write(layer, uploaded(io, values), uploaded(io, values), view)
+        for layer, values in told.items():
+            k, v = (uploaded(io, np.zeros((1, 5, 2, 8), np.float32)) for _ in range(2))
+            io.gather(layer, k, v, view.seq_lens)
+            scale = np.full(2, 0.5 * layer, np.float32)
+            stored = converted(values, "float8_e4m3", np.float32(1.0) / scale)
+            assert same_bits(k.to_host()[0], converted(stored, "float32", scale))
+        for layer in (0, 2):
+            with pytest.raises(InputError, match=f"decoder layer {layer} has no attention"):
+                io.write(layer, k[0], v[0], view)

@@ -84,7 +84,8 @@ def check(
 @pytest.mark.parametrize("kind", ["float32", "float16", "bfloat16"])
 def test_every_pair_of_types(device: Device, kind: str, pool_kind: str, order: tuple[int, ...]) -> None:
     name = check(device, kind, pool_kind, order=order)
-    assert name.startswith("move_kv_1_")
+    by_words = kind == pool_kind and device.target == "cpu"
+    assert name.startswith("write_kv_words" if by_words else "move_kv_1_")
     name = check(device, kind, pool_kind, order=order, dim=12, skew=8)
     assert name == ("write_kv_words" if kind == pool_kind else "write_kv")
 
@@ -121,6 +122,8 @@ def test_equal_types_move_bit_by_bit(device: Device, kind: str) -> None:
 )
 def test_the_widest_accesses_that_everything_is_aligned_to(device: Device, dim: int, skew: int, name: str) -> None:
     found = check(device, "bfloat16", "bfloat16", heads=1, dim=dim, skew=skew)
+    if name == "move_kv" and device.target == "cpu":  # which has no accesses of 16 bytes
+        name = "write_kv_words"
     assert found.removesuffix("_1_m1_m1_0") == name
 
 
