@@ -1,0 +1,60 @@
+"""Tensors of torch as tensors of numba_kv, without a copy.
+
+`numba_kv.device.interop.as_tensor` takes what NumPy and the CUDA array protocol can say; bfloat16 is beyond both. Here torch is
+asked itself. The other way round, ``torch.from_dlpack(tensor)`` does it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import TYPE_CHECKING, Any
+
+from numba_kv.device import Memory, MemoryStats, Tensor
+from numba_kv.dtypes import dtype
+from numba_kv.errors import ConfigError, InteropError
+
+if TYPE_CHECKING:
+    from numba_kv.device import Device
+
+__all__ = ["as_kv_tensor"]
+
+
+def as_kv_tensor(device: Device, array: Any, name: str) -> Tensor:
+    """Return a torch tensor as a Tensor of `device` that shares its memory and keeps it alive.
+
+    Parameters
+    ----------
+    device : Device
+        Where the array has to be.
+    array : torch.Tensor
+        Of any strides that are not negative.
+    name : str
+        Of the argument, for messages.
+
+    Raises
+    ------
+    InteropError
+        If it lies elsewhere, or its element type is not known here.
+
+    Stream: orders nothing.
+    """
+    place = array.device
+    wanted = ("cuda", device.ordinal) if device.target == "cuda" else ("cpu", 0)
+    if (place.type, place.index or 0) != wanted:
+        raise InteropError(
+            f"{name}: the tensor is on {place}, the cache on {wanted[0]}:{wanted[1]}; one model on one device is wanted"
+        )
+    try:
+        kind = dtype(str(array.dtype))
+    except ConfigError:
+        raise InteropError(f"{name}: elements of {array.dtype} are not known here") from None
+    shape, strides = tuple(array.shape), tuple(array.stride())
+    address = array.data_ptr()
+    reach = sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) + 1 if all(shape) else 0
+    nbytes = reach * kind.itemsize
+    host_bytes = None
+    if device.target != "cuda":
+        import numpy as np
+
+        host_bytes = np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address)) if nbytes else np.empty(0, np.uint8)
+    return Tensor(Memory(address, nbytes, host_bytes, array, MemoryStats()), device, kind, shape, strides=strides)

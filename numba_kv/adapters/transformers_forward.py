@@ -1,0 +1,189 @@
+"""Forward passes of a model that writes into a paged cache: when a step begins, which layers it has reached, how it ended.
+
+Nothing tells a cache of transformers that a forward begins or ends. A step begins when a layer brings K and V that has brought
+them in the step before; hooks of the model's decoder add what is not seen from there: the mask, and how the forward ended.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from numba_kv.errors import InputError, RewindTooFar, ShapeError, StateError
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from numba_kv.adapters.transformers_kv import DenseKV
+    from numba_kv.adapters.transformers_model import ModelLayers
+    from numba_kv.adapters.transformers_rows import ModelRows, RowStep
+
+__all__ = ["ForwardSteps"]
+
+
+class ForwardSteps:
+    """The step of a forward pass and its layers. Borrows rows and K/V.
+
+    Attributes
+    ----------
+    rows : ModelRows
+        Rows of the model's batch.
+    """
+
+    def __init__(self, rows: ModelRows, kv: DenseKV, layers: ModelLayers) -> None:
+        self.rows = rows
+        self._kv = kv
+        self._layers = layers
+        self._owners = frozenset(index for index, owns in enumerate(layers.owners) if owns)
+        self._step: RowStep | None = None
+        self._done: set[int] = set()
+        self._running = False
+        self._mask: Any = None
+        self._is_of_model: bool | None = None
+        self._problem = ""
+
+    # -- what the hooks say --------------------------------------------------------------------------------------
+
+    def start(self, mask: Any) -> None:
+        """Note that the model's decoder begins, with its 2-D attention mask if it has one."""
+        if self._running:
+            self._problem = self._problem or "a forward was interrupted"
+        self._running = True
+        self._mask = mask if getattr(mask, "ndim", 0) == 2 else None
+
+    def stop(self, has_failed: bool) -> None:
+        """Note that the decoder has ended. The tokens of a forward that failed are taken back, where that is possible."""
+        self._running, self._mask = False, None
+        if not self._is_incomplete:
+            return
+        reached, step = max(self._done), self._step
+        if has_failed and step is not None:
+            try:
+                self._take_back(step)
+                return
+            except RewindTooFar:
+                pass
+        self._problem = f"a forward ended behind layer {reached}, and the layers after it lack its tokens"
+
+    # -- what the layers do --------------------------------------------------------------------------------------
+
+    def update(self, layer: int, k: Any, v: Any) -> tuple[Any, Any]:
+        """Store K and V [B, H, n, D] of a layer and return those that its attention reads.
+
+        Raises
+        ------
+        InputError, ShapeError, InteropError
+            If the layer has none, or K and V do not fit.
+        StateError
+            If an earlier forward did not reach all layers, or was of another model.
+        CapacityError
+            If rows or tokens have run out; nothing was changed.
+        """
+        if layer not in self._owners:
+            raise InputError(
+                f"layer_idx: {layer} stores no K and V; the layers of the cache that do are {sorted(self._owners)}"
+            )
+        self._kv.check(layer, k, v)
+        step = self._step
+        if step is None or layer in self._done:
+            step = self._begin(layer, k)
+        elif (k.shape[0], k.shape[2]) != (step.rows, step.tokens):
+            given, wanted = [k.shape[0], k.shape[2]], [step.rows, step.tokens]
+            raise ShapeError(f"key_states: rows and tokens {given} in layer {layer}, {wanted} in the layers before it")
+        self._done.add(layer)
+        return self._kv.move(layer, k, v, step)
+
+    def length(self, layer: int) -> int:
+        """Return the padded length of a layer: less in those that the current forward has yet to reach."""
+        if self._step is not None and layer not in self._done:
+            return self._step.before
+        return self.rows.length
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take ``-tokens_to_remove`` tokens back; see `ModelRows.rewind`."""
+        if tokens_to_remove > 0:
+            raise InputError(
+                f"tokens_to_remove: {tokens_to_remove} given; 0, or minus the number of tokens to remove, is wanted"
+            )
+        self._check_complete(-tokens_to_remove)
+        self.rows.rewind(-tokens_to_remove)
+        self._step = None
+
+    def select(self, parents: list[int]) -> None:
+        """Make row i what row ``parents[i]`` was; nothing while the cache is empty."""
+        self._check_complete(0)
+        if len(self.rows):
+            self.rows.select(parents)
+            self._step = None
+
+    def reset(self) -> None:
+        """Forget all tokens, and what went wrong."""
+        self.rows.clear()
+        self._step = None
+        self._done.clear()
+        self._is_of_model = None
+        self._problem = ""
+
+    # -- parts ---------------------------------------------------------------------------------------------------
+
+    @property
+    def _is_incomplete(self) -> bool:
+        return self._step is not None and self._done != self._owners
+
+    def _begin(self, layer: int, k: Any) -> RowStep:
+        self._check_complete(0)
+        if self._is_of_model is not None and self._is_of_model != self._running:
+            raise StateError(
+                "update: the cache holds tokens of another model, or of layers that were called one by one; "
+                "call reset(), and make a cache for each model"
+            )
+        rows, tokens = k.shape[0], k.shape[2]
+        self._check_hidden(rows, tokens)
+        step = self.rows.step(rows, tokens, self._pads(rows, tokens))
+        self._is_of_model = self._running
+        self._step = step
+        self._done.clear()
+        self._kv.begin(step, self.rows.offsets)
+        return step
+
+    def _pads(self, rows: int, tokens: int) -> NDArray[np.int64] | None:
+        """Return the pads on the left of each row of the next `tokens` columns. Stream: waits, if some row has no token yet."""
+        before, mask = self.rows.length, self._mask
+        if mask is None or not self.rows.has_open_rows or tuple(mask.shape) != (rows, before + tokens):
+            return None
+        is_token = mask[:, before:].ne(0).cpu().numpy()
+        pads: NDArray[np.int64] = np.where(is_token.any(axis=1), is_token.argmax(axis=1), tokens)
+        return pads
+
+    def _check_hidden(self, rows: int, tokens: int) -> None:
+        """Refuse a mask that shows pads which were not stored. Stream: waits, unless a single token follows."""
+        mask, offsets = self._mask, self.rows.offsets
+        if mask is None or tokens == 1 or not offsets.any() or tuple(mask.shape) != (rows, self.rows.length + tokens):
+            return
+        most = int(offsets.max())
+        is_shown = mask[:, :most].ne(0).cpu().numpy() & (np.arange(most) < offsets[:, None])
+        if is_shown.any():
+            row = int(is_shown.any(axis=1).argmax())
+            raise InputError(
+                f"attention_mask: row {row} shows some of its first {int(offsets[row])} columns, which were pads and are not "
+                "stored; call reset() before another mask"
+            )
+
+    def _take_back(self, step: RowStep) -> None:
+        """Undo a step that not all layers have seen."""
+        if step.before:
+            self.rows.rewind(step.tokens)
+        else:
+            self.rows.clear()
+            self._is_of_model = None
+        self._step = None
+        self._done.clear()
+
+    def _check_complete(self, removed: int) -> None:
+        """Refuse to go on behind a forward that not all layers have seen, unless its tokens are among the `removed` ones."""
+        problem, step = self._problem, self._step
+        if not problem and step is not None and self._done != self._owners and removed < step.tokens:
+            problem = f"a forward ended behind layer {max(self._done)}, and the layers after it lack its tokens"
+        if problem:
+            raise StateError(f"the cache cannot go on: {problem}; call reset()")

@@ -1,0 +1,228 @@
+"""K and V of a forward pass into pages, and dense again for whatever attention the model runs.
+
+A layer is handed exactly what transformers' own cache would hand it: all tokens of a full layer, and of a sliding layer the
+window - 1 tokens before the step and the step's own. Places that hold nothing (pads) are zeros.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+
+from numba_kv.adapters.torch_arrays import as_kv_tensor
+from numba_kv.cache import KVIO
+from numba_kv.errors import InteropError, ShapeError
+from numba_kv.geometry import round_up
+
+if TYPE_CHECKING:
+    from numba_kv.adapters.transformers_model import ModelLayers
+    from numba_kv.adapters.transformers_rows import RowStep
+    from numba_kv.device import Tensor
+    from numba_kv.shared_resources import SharedResources
+
+__all__ = ["DenseKV"]
+
+#: Of a buffer: rows and tokens -> K and V as torch and as the library have them.
+_Shapes: TypeAlias = "dict[tuple[int, int], tuple[tuple[Any, Any], tuple[Tensor, Tensor]]]"
+
+#: Dense arrays grow by this many tokens, so that launches stay bound for as many steps.
+_GRAIN = 64
+#: Shapes of one buffer whose tensors are kept.
+_MAX_SHAPES = 32
+
+
+class DenseKV:
+    """Moves K and V of one model. Owns the dense buffers; borrows the pools.
+
+    A buffer is shared by all layers of the same heads: what `update` returns is overwritten by the next layer, except in layers
+    whose K and V are read again later in the forward.
+
+    Parameters
+    ----------
+    resources : SharedResources
+        Of the model.
+    layers : ModelLayers
+        Of the model.
+    """
+
+    def __init__(self, resources: SharedResources, layers: ModelLayers) -> None:
+        import torch
+
+        self._torch = torch
+        self._layers = layers
+        self._device = device = resources.device
+        self._caches = caches = resources.cache_managers[0]
+        self._place = torch.device("cuda", device.ordinal) if device.target == "cuda" else torch.device("cpu")
+        self._kind = getattr(torch, caches.plan.config.kv_cache_dtype)
+        self._short = caches.plan.config.max_step_tokens
+        self._slots: dict[int, Any] = {}  # of each group: those of the whole rectangle of a step with pads
+        self._shift = np.zeros(caches.plan.config.max_batch_size, np.int64)
+        with torch.inference_mode(False):
+            self._starts = torch.zeros(caches.plan.config.max_batch_size, dtype=torch.int32, device=self._place)
+        self._buffers = self._make_buffers()
+        self._starts_tensor = as_kv_tensor(device, self._starts, "starts")
+        self._io = KVIO(caches)
+
+    def check(self, layer: int, k: Any, v: Any) -> None:
+        """Refuse K and V that are not [B, H, n, D] of this layer, of the model's element type and on its device.
+
+        Raises
+        ------
+        ShapeError, InteropError
+            Naming what came and what is wanted.
+        """
+        storage = self._caches.storage(layer)
+        for name, array in (("key_states", k), ("value_states", v)):
+            shape = tuple(array.shape)
+            if len(shape) != 4 or shape[1] != storage.num_kv_heads or shape[3] != storage.head_dim or not all(shape):
+                wanted = f"[B, {storage.num_kv_heads}, n, {storage.head_dim}]"
+                raise ShapeError(
+                    f"{name}: {list(shape)} given, {wanted} wanted in layer {layer}; the cache is of another model"
+                )
+            if array.dtype is not self._kind:
+                raise InteropError(f"{name}: {array.dtype} given, the cache was made for {self._kind}")
+            if array.device.type != self._place.type or (array.device.index or 0) != (self._place.index or 0):
+                raise InteropError(
+                    f"{name}: on {array.device}, the cache is on {self._place}; one model on one device is wanted"
+                )
+        if k.shape != v.shape:
+            raise ShapeError(f"value_states: {list(v.shape)} given, {list(k.shape)} wanted, as key_states")
+
+    def begin(self, step: RowStep, offsets: np.ndarray) -> None:
+        """Prepare what all layers of a step share."""
+        self._slots.clear()
+        if not np.array_equal(offsets, self._shift[: step.rows]):
+            self._shift[: step.rows] = offsets
+            with self._torch.no_grad():
+                self._starts.copy_(self._torch.from_numpy(-self._shift))
+
+    def move(self, layer: int, k: Any, v: Any, step: RowStep) -> tuple[Any, Any]:
+        """Store K and V of a step and return what the layer's attention reads.
+
+        Parameters
+        ----------
+        layer : int
+            It has K and V of its own.
+        k, v : torch.Tensor [B, H, n, D]
+            Of any strides.
+        step : RowStep
+            The current one.
+
+        Returns
+        -------
+        k, v : torch.Tensor [B, H, m, D]
+            Valid until the next layer's move.
+
+        Stream: enqueues. Cost: one launch where nothing precedes the step, else three.
+        """
+        window = self._layers.windows[layer]
+        first = 0 if window is None else max(0, step.before - window + 1)
+        if first == step.before:
+            self._write(layer, k, v, step)
+            return k.contiguous(), v.contiguous()  # as transformers' own, so that attention takes the same path
+        if step.tokens > self._short and not self._caches.storage(layer).window.is_full:
+            old_k, old_v = self._carried(layer, step, first)
+            self._write(layer, k, v, step)
+            return self._torch.cat([old_k, k], dim=2), self._torch.cat([old_v, v], dim=2)
+        self._write(layer, k, v, step)
+        count = step.length - first
+        (keys, values), (k_out, v_out) = self._dense(layer, step.rows, count)
+        self._io.gather(layer, k_out, v_out, step.view.seq_lens, starts=self._starts_tensor, low=first)
+        return keys[:, :, :count], values[:, :, :count]
+
+    def close(self) -> None:
+        """Give the launches and the buffers back; a second call does nothing."""
+        self._io.close()
+        self._buffers.clear()
+        self._slots.clear()
+
+    def _write(self, layer: int, k: Any, v: Any, step: RowStep) -> None:
+        keys, values = self._tokens_first(k, "key_states"), self._tokens_first(v, "value_states")
+        if step.pads is None:
+            self._io.write(layer, keys, values, step.view)
+            return
+        group = self._caches.storage(layer).group
+        if group not in self._slots:
+            self._slots[group] = self._padded_slots(group, step)
+        self._io.write_slots(layer, keys, values, self._slots[group])
+
+    def _padded_slots(self, group: int, step: RowStep) -> Tensor:
+        """Return the slots of a rectangle [B, n], row by row; -1 for pads."""
+        torch = self._torch
+        packed = torch.from_dlpack(step.view.slot_mapping[group])[: step.view.num_tokens]
+        pads = torch.from_numpy(step.pads).to(self._place)
+        slots = torch.full((step.rows, step.tokens), -1, dtype=torch.int64, device=self._place)
+        slots[torch.arange(step.tokens, device=self._place) >= pads[:, None]] = packed
+        return as_kv_tensor(self._device, slots.view(-1), "slots")
+
+    def _carried(self, layer: int, step: RowStep, first: int) -> tuple[Any, Any]:
+        """Return the tokens [first, step.before) that a long step sees, which the step itself may write over."""
+        slots = step.view.carry_slots[self._caches.storage(layer).group]
+        count = step.before - first
+        keys, values = self._empty(layer, step.rows, count if slots is None else slots.shape[1])
+        if slots is None:  # no row has a token yet, only pads
+            return keys.zero_(), values.zero_()
+        k, v = (as_kv_tensor(self._device, each.transpose(1, 2), "carry") for each in (keys, values))
+        self._io.gather_slots(layer, k, v, slots[: step.rows])
+        return keys[:, :, -count:], values[:, :, -count:]
+
+    def _tokens_first(self, array: Any, name: str) -> Tensor:
+        """Return [B, H, n, D] as [B, n, H, D] with rows that follow each other, copied only if they do not."""
+        array = array.detach().transpose(1, 2)
+        rows, tokens = array.shape[:2]
+        strides = array.stride()
+        follows = rows == 1 or strides[0] == tokens * (strides[0] if tokens == 1 else strides[1])
+        if strides[3] != 1 or not follows:
+            array = array.contiguous()
+        return as_kv_tensor(self._device, array, name)
+
+    def _empty(self, layer: int, rows: int, tokens: int) -> tuple[Any, Any]:
+        """Return new arrays [B, H, tokens, D] in which the tokens of a head follow each other, as attention reads them."""
+        storage = self._caches.storage(layer)
+        shape = (2, storage.num_kv_heads, rows, tokens, storage.head_dim)
+        k, v = self._torch.empty(shape, dtype=self._kind, device=self._place).transpose(1, 2)
+        return k, v
+
+    def _dense(self, layer: int, rows: int, tokens: int) -> tuple[tuple[Any, Any], tuple[Tensor, Tensor]]:
+        """Return the layer's buffer as arrays [B, H, at least tokens, D] and as tensors [B, tokens, H, D]."""
+        storage, key = self._caches.storage(layer), self._buffer_key(layer)
+        buffer, shapes = self._buffers[key]
+        token = storage.num_kv_heads * storage.head_dim * rows
+        if token * tokens > buffer.shape[1]:  # pads count here: they are not stored, but attention is handed them
+            buffer, shapes = self._buffers[key] = self._new_buffer(token * round_up(tokens, _GRAIN)), {}
+        size = min(round_up(tokens, _GRAIN), buffer.shape[1] // token)
+        found = shapes.get((rows, size))
+        if found is None:
+            shape = (storage.num_kv_heads, rows, size, storage.head_dim)
+            flat = buffer[:, : token * size]
+            keys, values = (half.view(shape).transpose(0, 1) for half in flat)
+            k, v = (as_kv_tensor(self._device, array.transpose(1, 2), "dense") for array in (keys, values))
+            if len(shapes) >= _MAX_SHAPES:
+                shapes.clear()
+            found = shapes[rows, size] = (keys, values), (k, v)
+        return found
+
+    def _make_buffers(self) -> dict[Any, tuple[Any, _Shapes]]:
+        """Allocate the buffers: for the longest row of a full layer, for window and step of a sliding one."""
+        config = self._caches.plan.config
+        sizes: dict[Any, int] = {}
+        for layer, (window, owns) in enumerate(zip(self._layers.windows, self._layers.owners, strict=True)):
+            if owns:
+                storage = self._caches.storage(layer)
+                capacity = config.max_kv_cache_capacity
+                tokens = capacity if window is None else min(capacity, window - 1 + self._short)
+                size = config.max_batch_size * tokens * storage.num_kv_heads * storage.head_dim
+                key = self._buffer_key(layer)
+                sizes[key] = max(sizes.get(key, 0), size)
+        return {key: (self._new_buffer(size), {}) for key, size in sizes.items()}
+
+    def _new_buffer(self, size: int) -> Any:
+        with self._torch.inference_mode(False):
+            return self._torch.empty((2, size), dtype=self._kind, device=self._place)
+
+    def _buffer_key(self, layer: int) -> Any:
+        if layer in self._layers.donors:
+            return ("donor", layer)
+        storage = self._caches.storage(layer)
+        return (storage.num_kv_heads, storage.head_dim)

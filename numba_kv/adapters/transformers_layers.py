@@ -1,0 +1,64 @@
+"""PagedLayer: one layer of a paged cache, as transformers asks a cache about its layers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from transformers.cache_utils import CacheLayerMixin
+
+if TYPE_CHECKING:
+    from numba_kv.adapters.transformers_forward import ForwardSteps
+
+__all__ = ["PagedLayer"]
+
+
+class PagedLayer(CacheLayerMixin):
+    """A full or sliding layer. Borrows the forward steps; keeps nothing itself.
+
+    Parameters
+    ----------
+    forward : ForwardSteps
+        Of the cache.
+    index : int
+        Number of the layer.
+    window : int or None
+        Tokens that a query sees, its own included; None for all.
+    capacity : int
+        Most tokens of a row.
+    is_croppable : bool
+        Whether tokens can be taken back.
+    """
+
+    is_compileable = False
+    supports_early_init = False
+
+    def __init__(self, forward: ForwardSteps, index: int, window: int | None, capacity: int, is_croppable: bool) -> None:
+        super().__init__()
+        self._forward = forward
+        self._index = index
+        self._capacity = capacity
+        self.is_initialized = True  # everything is allocated with the cache
+        self.is_croppable = is_croppable
+        self.is_sliding = window is not None
+        self.sliding_window = window
+
+    def lazy_initialization(self, key_states: Any, value_states: Any) -> None:
+        """Do nothing: everything is allocated with the cache."""
+
+    def update(self, key_states: Any, value_states: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        """Store K and V of the layer; see `PagedCache.update`."""
+        return self._forward.update(self._index, key_states, value_states)
+
+    def get_seq_length(self) -> int:
+        """Return the tokens of a row, pads included."""
+        return self._forward.length(self._index)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Return how many keys the next `query_length` queries are handed, and the padded index of the first one."""
+        length = self.get_seq_length()
+        first = 0 if self.sliding_window is None else max(0, length - self.sliding_window + 1)
+        return length - first + query_length, first
+
+    def get_max_length(self) -> int:
+        """Return the most tokens that the layer can be handed."""
+        return self._capacity if self.sliding_window is None else min(self._capacity, self.sliding_window)

@@ -1,0 +1,149 @@
+"""What a transformers model wants of its cache, read from its configuration: kinds of layers, windows, heads.
+
+Heads and head sizes are read by `numba_kv.config`, like those of any ``config.json``. Which layers slide, and over how many
+tokens, is asked of transformers itself, because its masks are made for just that.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from numba_kv.config import LLMEngineConfig, load_engine_config
+from numba_kv.dtypes import KV_CACHE_DTYPES
+from numba_kv.errors import ConfigError, InputError, UnsupportedModelError
+from numba_kv.geometry import FULL, Window, check_count
+
+__all__ = ["ModelLayers", "read_model"]
+
+_FULL = "full_attention"
+#: To a cache of transformers a chunked layer is a sliding one: only the mask knows chunks.
+_SLIDING = ("sliding_attention", "chunked_attention")
+_NO_CACHE = "dummy"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLayers:
+    """The layers of a model as its cache sees them.
+
+    Attributes
+    ----------
+    config : LLMEngineConfig
+        What is allocated. A window that reaches the capacity is full attention there.
+    windows : tuple of int or None
+        Window of each layer in tokens, as transformers has it; None for full attention.
+    owners : tuple of bool
+        Whether each layer stores K and V of its own.
+    donors : frozenset of int
+        Layers whose K and V later layers of the same forward read again.
+    croppable : tuple of bool
+        Whether tokens can be taken back in each layer: always where the pages of all tokens are kept.
+    """
+
+    config: LLMEngineConfig
+    windows: tuple[int | None, ...]
+    owners: tuple[bool, ...]
+    donors: frozenset[int]
+    croppable: tuple[bool, ...]
+
+
+def read_model(
+    model: Any,
+    *,
+    max_batch: int,
+    max_tokens: int,
+    page_tokens: int,
+    max_rewind_tokens: int,
+    max_batch_tokens: int | None,
+    num_kv_pages: int | None,
+) -> ModelLayers:
+    """Return the layers of a transformers model, and the configuration of its caches.
+
+    Raises
+    ------
+    InputError
+        If `model` is no transformers model, or a limit is no positive integer.
+    ConfigError
+        If the configuration leaves something open, or its element type cannot be cached.
+    UnsupportedModelError
+        If the model has layers that keep something else than K and V of equal size.
+    """
+    find = getattr(getattr(model, "config", None), "get_text_config", None)
+    if find is None or not hasattr(model, "register_forward_pre_hook"):
+        raise InputError(f"model: {type(model).__name__} is not a transformers model (PreTrainedModel)")
+    check_count("max_batch", max_batch)
+    check_count("max_tokens", max_tokens)
+    check_count("max_rewind_tokens", max_rewind_tokens, 0)
+    kind = str(model.dtype).removeprefix("torch.")
+    if kind not in KV_CACHE_DTYPES:
+        raise ConfigError(f"model: its dtype is {kind}; a cache can be {', '.join(KV_CACHE_DTYPES)}")
+    text = find(decoder=True)
+    types, windows = _layer_types(text)
+    values = _plain(text)
+    config = load_engine_config(
+        values,
+        max_batch_size=max_batch,
+        max_kv_cache_capacity=max_tokens,
+        page_tokens=page_tokens,
+        kv_cache_dtype=kind,
+        max_step_tokens=min(max(1, max_rewind_tokens), max_tokens),
+        max_batch_tokens=max_batch_tokens or max_batch * max_tokens,
+        num_kv_pages=num_kv_pages,
+    )
+    if config.recurrent_layer is not None or len(config.layers) != len(types):
+        raise UnsupportedModelError(
+            f"model: {config.model_type!r} has layers with recurrent states, which are not supported here yet"
+        )
+    if "per_layer_config" in values:
+        config = _with_own_sizes(config, text.per_layer_config)
+    return _combined(config, types, windows, max_rewind_tokens > 0)
+
+
+def _plain(text: Any) -> dict[str, object]:
+    """Return a configuration as the content of a ``config.json``."""
+    values: dict[str, object] = text.to_dict()
+    values["model_type"] = text.model_type
+    return values
+
+
+def _layer_types(text: Any) -> tuple[list[str], tuple[int | None, ...]]:
+    """Return what transformers' own caches make of a configuration: a name and a window for each layer."""
+    from transformers.cache_utils import get_layer_types_and_kwargs
+
+    types, options = get_layer_types_and_kwargs(text)
+    strange = sorted(set(types) - {_FULL, *_SLIDING, _NO_CACHE})
+    if strange:
+        raise UnsupportedModelError(f"model: layers of type {', '.join(strange)} are not supported here yet")
+    return types, tuple(each.get("sliding_window") for each in options)
+
+
+def _with_own_sizes(config: LLMEngineConfig, per_layer: Any) -> LLMEngineConfig:
+    """Give each layer the heads that its own part of the configuration states."""
+    layers = []
+    for layer, own in zip(config.layers, per_layer, strict=True):
+        heads = getattr(own, "num_key_value_heads", None) or layer.num_kv_heads
+        layers.append(replace(layer, num_kv_heads=heads, head_dim=getattr(own, "head_dim", None) or layer.head_dim))
+    return replace(config, layers=tuple(layers))
+
+
+def _combined(config: LLMEngineConfig, types: list[str], windows: tuple[int | None, ...], keeps_more: bool) -> ModelLayers:
+    """Give the layers of `config` the windows that transformers has; they decide what a forward is handed."""
+    capacity = config.max_kv_cache_capacity
+    donors = tuple(layer.kv_donor for layer in config.layers)
+    layers = []
+    for index, layer in enumerate(config.layers):
+        owner = index if layer.kv_donor is None else layer.kv_donor
+        tokens = windows[owner]
+        if types[index] == _NO_CACHE and layer.kv_donor is None:
+            raise UnsupportedModelError(
+                f"model: layer {index} reads K and V of another layer, but the configuration does not say whose"
+            )
+        window = FULL if tokens is None or tokens >= capacity else Window("sliding", tokens)
+        layers.append(replace(layer, window=window))
+    return ModelLayers(
+        config=replace(config, layers=tuple(layers), ropes=()),  # the model has rotary tables of its own
+        windows=windows,
+        owners=tuple(donor is None for donor in donors),
+        donors=frozenset(donor for donor in donors if donor is not None),
+        croppable=tuple(keeps_more or layer.window.is_full for layer in layers),
+    )

@@ -1,0 +1,224 @@
+"""Rows of a transformers batch in a Batch: which tokens of a padded rectangle are stored, and where.
+
+transformers counts *padded* tokens: every row has the same length, and a short prompt has pads on its left, which a mask hides
+for ever. They are not stored::
+
+    padded index   0 ..... offset ............ length            position = padded index - offset
+                   pads    tokens
+
+Once a row has a token, everything behind it is stored: rows that have ended go on with pads that nobody hides.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from numba_kv.errors import CapacityError, InputError, RewindTooFar
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from numba_kv.batch import Batch
+    from numba_kv.batch.sequence import Sequence
+    from numba_kv.batch.view import StepView
+
+__all__ = ["ModelRows", "RowStep"]
+
+
+@dataclass(frozen=True, slots=True)
+class RowStep:
+    """One forward pass.
+
+    Attributes
+    ----------
+    view : StepView
+        Its tables.
+    rows, tokens : int
+        B and n of the rectangle [B, n].
+    before : int
+        Padded length before it.
+    pads : int64 [B] or None
+        Columns on the left of each row that are not stored; None if all are.
+    """
+
+    view: StepView
+    rows: int
+    tokens: int
+    before: int
+    pads: NDArray[np.int64] | None
+
+    @property
+    def length(self) -> int:
+        """Padded length after it."""
+        return self.before + self.tokens
+
+
+class ModelRows:
+    """Row i of the model's batch is sequence i, in row i of every table. Borrows the batch.
+
+    Attributes
+    ----------
+    length : int
+        Padded length of every row.
+    lengths, offsets : int64 [B]
+        Tokens that are stored of each row, and its pads.
+    """
+
+    def __init__(self, batch: Batch) -> None:
+        self.batch = batch
+        self._capacity = batch.plan.config.max_kv_cache_capacity
+        self._sequences: list[Sequence] = []
+        self.length = 0
+        self.lengths = np.zeros(0, np.int64)
+        self.offsets = np.zeros(0, np.int64)
+
+    def __len__(self) -> int:
+        return len(self._sequences)
+
+    @property
+    def has_open_rows(self) -> bool:
+        """Whether some row has no token yet, so that pads would still be on its left."""
+        return not len(self._sequences) or not self.lengths.all()
+
+    def step(self, rows: int, tokens: int, pads: NDArray[np.int64] | None) -> RowStep:
+        """Append a rectangle of `tokens` columns; rows are started with the first one.
+
+        Parameters
+        ----------
+        rows, tokens : int
+            B and n.
+        pads : int64 [B], optional
+            Pads on the left of each row of this rectangle. Only those of rows without a token are left out.
+
+        Raises
+        ------
+        InputError
+            If `rows` is not what it was before.
+        CapacityError
+            If there are not as many rows, or a row or the pool has no room; nothing was changed.
+        """
+        is_first = not self._sequences
+        if not is_first and rows != len(self._sequences):
+            raise InputError(
+                f"key_states: {rows} rows given, the cache holds {len(self._sequences)}; call reset() before another batch"
+            )
+        lengths = np.zeros(rows, np.int64) if is_first else self.lengths
+        dropped = self._dropped(lengths, tokens, pads)
+        counts = tokens - dropped
+        self._check_room(lengths, counts)
+        before = self.length
+        sequences = self.batch.update(admit=[1] * rows) if is_first else self._sequences
+        try:
+            if lengths.all() and not dropped.any():
+                view = self.batch.step(tokens)
+            else:
+                view = self.batch.step({s: int(n) for s, n in zip(sequences, counts, strict=True) if n})
+        except BaseException:
+            if is_first and not self.batch.guard.is_closed:
+                self.batch.update(retire=sequences)
+            raise
+        if is_first:
+            self._sequences, self.offsets = sequences, np.zeros(rows, np.int64)
+        self.lengths = lengths + counts
+        self.offsets = self.offsets + dropped
+        self.length += tokens
+        return RowStep(view, rows, tokens, before, dropped if dropped.any() else None)
+
+    def check_rewind(self, tokens: int) -> None:
+        """Refuse a number of padded tokens that cannot be taken back."""
+        if not 0 <= tokens <= self.length:
+            raise InputError(f"tokens_to_remove: {-tokens} given, -{self.length} to 0 is possible now")
+
+    def rewind(self, tokens: int) -> None:
+        """Take back the last `tokens` columns.
+
+        Raises
+        ------
+        InputError
+            If there are not as many.
+        RewindTooFar
+            If a window no longer holds what is then seen; nothing was changed.
+        """
+        self.check_rewind(tokens)
+        if not tokens:
+            return
+        target = self.length - tokens
+        kept = np.clip(target - self.offsets, 0, self.lengths)
+        back = self.lengths - kept
+        asked = {s: int(n) for s, n in zip(self._sequences, back, strict=True) if n}
+        if asked:
+            try:
+                self.batch.rewind(asked)
+            except RewindTooFar as error:
+                raise RewindTooFar(f"crop: {error}; a larger max_rewind_tokens of for_model keeps more") from None
+        self.lengths = kept
+        self.offsets = np.minimum(self.offsets, target)
+        self.length = target
+
+    def select(self, parents: list[int]) -> None:
+        """Make row i what row ``parents[i]`` was; rows may be named several times, or not at all.
+
+        Full pages of a row that is named twice are shared (`Batch.reorder`).
+
+        Raises
+        ------
+        InputError
+            If a row is not there, or none is named.
+        CapacityError
+            If there are not as many rows, or the pool has too few pages; nothing was changed.
+        """
+        old, most = self._sequences, self.batch.plan.config.max_batch_size
+        wrong = [parent for parent in parents if not 0 <= parent < len(old)]
+        if wrong or not parents:
+            named = f"{wrong[0]} is not one" if wrong else "none is named"
+            raise InputError(f"rows: {named} of the {len(old)} rows of the cache")
+        if len(parents) > most:
+            message = f"rows: {len(parents)} wanted, the cache was made for max_batch {most}"
+            raise CapacityError(message, needed=len(parents), free=most)
+        more = self.batch.update(admit=[1] * max(0, len(parents) - len(old)))
+        rows = [*old, *more][: len(parents)]
+        try:
+            self.batch.reorder({row: old[parent] for row, parent in zip(rows, parents, strict=True)})
+        except BaseException:
+            if not self.batch.guard.is_closed:
+                self.batch.update(retire=more)
+            raise
+        self.batch.update(retire=old[len(parents) :])
+        chosen = np.array(parents, np.int64)
+        self._sequences = rows
+        self.lengths, self.offsets = self.lengths[chosen], self.offsets[chosen]
+
+    def clear(self) -> None:
+        """Forget all rows."""
+        self.batch.clear()
+        self._sequences = []
+        self.length = 0
+        self.lengths = self.offsets = np.zeros(0, np.int64)
+
+    def _dropped(self, lengths: NDArray[np.int64], tokens: int, pads: NDArray[np.int64] | None) -> NDArray[np.int64]:
+        """Return how many columns on the left of each row are not stored."""
+        if pads is None:
+            return np.zeros(len(lengths), np.int64)
+        dropped = np.where(lengths == 0, np.clip(pads, 0, tokens), 0)
+        if dropped.min(initial=tokens) == tokens:  # a step without a token is none: keep a pad, as if it were one
+            dropped = np.full(len(lengths), tokens - 1, np.int64)
+        return dropped
+
+    def _check_room(self, lengths: NDArray[np.int64], counts: NDArray[np.int64]) -> None:
+        most = self.batch.plan.config.max_batch_size
+        if len(lengths) > most:
+            raise CapacityError(
+                f"key_states: {len(lengths)} rows given, the cache was made for max_batch {most}",
+                needed=len(lengths),
+                free=most,
+            )
+        longest = int((lengths + counts).max())
+        if longest > self._capacity:
+            raise CapacityError(
+                f"key_states: a row would have {longest} tokens, the cache was made for max_tokens {self._capacity}",
+                needed=longest,
+                free=self._capacity,
+            )

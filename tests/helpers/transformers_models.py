@@ -1,0 +1,109 @@
+"""Tiny transformers models with random weights, and generation with and without a paged cache."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+
+torch: Any = pytest.importorskip("torch", reason="torch is not installed (pip install 'numba-kv[interop]')")
+transformers: Any = pytest.importorskip(
+    "transformers", reason="transformers is not installed (pip install 'numba-kv[interop]')"
+)
+
+torch.set_num_threads(1)  # what is so small takes many times as long in several, above all on a busy machine
+VOCABULARY = 128
+WINDOW = 8
+_COMMON = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,  # tied weights make a model repeat its input, whatever it attends to
+    "initializer_range": 0.4,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+}
+_HEAD = {"head_dim": 16}
+_SLIDING = {"sliding_window": WINDOW}
+_TURNS = {"layer_types": ["sliding_attention", "full_attention"] * 2, **_SLIDING}
+_GEMMA = {"query_pre_attn_scalar": 16, **_HEAD}
+_ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
+_SMALL_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+_PER_LAYER = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCABULARY, "num_kv_shared_layers": 2}
+
+#: Name -> configuration class, model class, what differs from the common sizes.
+FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", "LlamaForCausalLM", {}),
+    "qwen2": ("Qwen2Config", "Qwen2ForCausalLM", {"use_sliding_window": True, "max_window_layers": 2, **_SLIDING}),
+    "qwen3": ("Qwen3Config", "Qwen3ForCausalLM", _HEAD),
+    "mistral": ("MistralConfig", "MistralForCausalLM", _SLIDING),
+    "phi3": ("Phi3Config", "Phi3ForCausalLM", _SLIDING),
+    "gemma2": ("Gemma2Config", "Gemma2ForCausalLM", {**_GEMMA, **_TURNS}),
+    "gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM", {**_GEMMA, **_TURNS}),
+    "gemma3n": ("Gemma3nTextConfig", "Gemma3nForCausalLM", {**_HEAD, **_TURNS, **_PER_LAYER, "laurel_rank": 4}),
+    "gemma4": ("Gemma4TextConfig", "Gemma4ForCausalLM", {**_HEAD, **_TURNS, **_PER_LAYER, "global_head_dim": 32}),
+    "cohere2": ("Cohere2Config", "Cohere2ForCausalLM", {**_TURNS, "logit_scale": 1.0}),
+    "olmo3": ("Olmo3Config", "Olmo3ForCausalLM", _TURNS),
+    "exaone4": ("Exaone4Config", "Exaone4ForCausalLM", _TURNS),
+    "smollm3": ("SmolLM3Config", "SmolLM3ForCausalLM", {}),
+    "gpt_oss": ("GptOssConfig", "GptOssForCausalLM", {**_HEAD, **_TURNS, **_SMALL_EXPERTS, **_ROPE}),
+    "llama4": ("Llama4TextConfig", "Llama4ForCausalLM", {**_HEAD, **_SMALL_EXPERTS, "attention_chunk_size": WINDOW}),
+    "gpt_neox": ("GPTNeoXConfig", "GPTNeoXForCausalLM", {"num_key_value_heads": 4}),
+}
+#: Those that have no attention but their own.
+_EAGER_ONLY = ("gemma2", "gpt_oss")
+#: Those that the simulator has the time for.
+FAMILIES_IN_SIM = ("llama", "gemma3")
+
+
+def place(target: str) -> str:
+    """Return where torch has its tensors under a target."""
+    return "cuda" if target == "cuda" else "cpu"
+
+
+@cache
+def tiny(
+    name: str, target: str = "cpu", kind: str = "float32", attention: str = "sdpa", seed: int = 0, noise: float = 0.0
+) -> Any:
+    """Return a model of a family; equal arguments give equal weights. `noise` makes a bad copy of it."""
+    config_class, model_class, extra = FAMILIES[name]
+    torch.manual_seed(seed)
+    attention = "eager" if name in _EAGER_ONLY else attention
+    config = getattr(transformers, config_class)(**{**_COMMON, **extra}, attn_implementation=attention)
+    model = getattr(transformers, model_class)(config)
+    with torch.no_grad():
+        for weight in model.parameters():
+            if noise:
+                weight.add_(noise * torch.randn_like(weight))
+    return model.to(place(target), getattr(torch, kind)).eval()
+
+
+def prompt(tokens: int, target: str = "cpu", pads: tuple[int, ...] = (0,), seed: int = 1) -> dict[str, Any]:
+    """Return ids and mask of a batch of prompts that are padded to `tokens`, one row for each number of pads."""
+    torch.manual_seed(seed)
+    ids = torch.randint(3, VOCABULARY, (len(pads), tokens))
+    mask = torch.ones_like(ids)
+    for row, count in enumerate(pads):
+        ids[row, :count] = 0
+        mask[row, :count] = 0
+    return {"input_ids": ids.to(place(target)), "attention_mask": mask.to(place(target))}
+
+
+def generated(model: Any, inputs: dict[str, Any], tokens: int, **options: Any) -> tuple[Any, Any]:
+    """Return the sequences of greedy generation, and the logits of each step [steps, B, vocabulary]."""
+    options = {"do_sample": False, "output_logits": True, "return_dict_in_generate": True, **options}
+    out = model.generate(**inputs, max_new_tokens=tokens, **options)
+    return out.sequences, torch.stack(out.logits)
+
+
+def check_equal(found: tuple[Any, Any], wanted: tuple[Any, Any]) -> None:
+    """Check that tokens and logits are the same, bit for bit."""
+    assert torch.equal(found[0], wanted[0])
+    assert torch.equal(found[1], wanted[1]), f"logits are up to {(found[1] - wanted[1]).abs().max()} apart"
+    assert len(found[0][0].unique()) > 4, "the model repeats itself: that proves little"
