@@ -10,7 +10,7 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers.cache_utils import Cache, DummyLayer
+import transformers
 
 from numba_kv.adapters.transformers_forward import ForwardSteps
 from numba_kv.adapters.transformers_kv import DenseKV
@@ -19,8 +19,13 @@ from numba_kv.adapters.transformers_model import read_model
 from numba_kv.adapters.transformers_rows import ModelRows
 from numba_kv.batch import Batch
 from numba_kv.device import resolve_target
-from numba_kv.errors import InputError, RewindTooFar, StateError
+from numba_kv.errors import InputError, InteropError, RewindTooFar, StateError
 from numba_kv.shared_resources import SharedResources
+
+try:
+    from transformers.cache_utils import Cache, DummyLayer
+except ImportError as error:
+    raise InteropError(f"transformers {transformers.__version__} is installed; PagedCache needs 5.24 or newer") from error
 
 if TYPE_CHECKING:
     from types import TracebackType

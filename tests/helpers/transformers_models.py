@@ -9,7 +9,7 @@ import pytest
 
 torch: Any = pytest.importorskip("torch", reason="torch is not installed (pip install 'numba-kv[interop]')")
 transformers: Any = pytest.importorskip(
-    "transformers", reason="transformers is not installed (pip install 'numba-kv[interop]')"
+    "transformers", minversion="5.24", reason="transformers 5.24 is not installed (pip install 'numba-kv[interop]')"
 )
 
 torch.set_num_threads(1)  # what is so small takes many times as long in several, above all on a busy machine
