@@ -116,6 +116,16 @@ def _add_replay(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="compare the device with the ledger every N steps, and at the end (default 1000; 0: only at the end)",
     )
+    text = "keep what prompts compute for later ones that begin alike; the trace needs hash_ids"
+    parser.add_argument("--reuse", action="store_true", help=text)
+    text = "with --reuse: keep window pages and states after every N tokens of a prompt too (default 8192; 0: never)"
+    parser.add_argument("--reuse-every", type=_integer(0), default=8192, metavar="N", help=text)
+    text = "with --reuse: pages for copies in each window's pool (default: as many as all rings have)"
+    parser.add_argument("--kept-window-pages", type=_integer(1), metavar="N", help=text)
+    text = "with --reuse: pages of the full-attention pool (default: every row at full length, or what --memory leaves of it)"
+    parser.add_argument("--kv-pages", type=_integer(1), metavar="N", help=text)
+    text = "with --reuse: snapshots of recurrent states (default: as many as rows)"
+    parser.add_argument("--kept-states", type=_integer(1), metavar="N", help=text)
     parser.add_argument("--skip-too-long", action="store_true", help="leave out requests that are longer than the capacity")
     parser.add_argument("--report", metavar="FILE.html", help="write figures and picture as one HTML file (needs matplotlib)")
     parser.add_argument("--picture", metavar="FILE.png", help="write pages over time as a picture (needs matplotlib)")

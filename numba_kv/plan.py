@@ -5,8 +5,9 @@ Knows window groups, slabs, reserved pages and tables. Does not know devices; a 
 A *group* is the layers that share one window: one page-id space, one table. A *slab* is the pool of the group's layers
 that also share heads and head size, ``[layers, 2, N, P, H, D]``: K in half 0, V in half 1, exactly N pages after K. ::
 
-    page ids of a group   0 .. usable pages .. N-2        N-1
-                          rows and leases     null page   trash page
+    page ids of a group   0 .. usable pages .. + kept pages .. N-2        N-1
+                          rows and leases     copies kept      null page   trash page
+                                              for reuse
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from operator import index as as_integer
 from numba_kv.config.engine import LLMEngineConfig
 from numba_kv.config.lora_layout import LoRALayout
 from numba_kv.config.rope_layout import engine_layouts
-from numba_kv.config.state_layout import state_plans
+from numba_kv.config.state_layout import slot_nbytes, state_plans
 from numba_kv.dtypes import dtype
 from numba_kv.errors import InputError, PlanError
 from numba_kv.geometry import FULL, MAX_POOL_PAGES, RESERVED_PAGES, Window, ceil_div, ring_pages, round_up, table_pages
@@ -51,7 +52,7 @@ PARTS = {
     "external_weights": "external weights",
 }
 #: What the names of regions of recurrent layers start with.
-STATE_PREFIXES = ("recurrent_state", "conv_state", "intermediate_", "replay_")
+STATE_PREFIXES = ("recurrent_state", "conv_state", "intermediate_", "replay_", "kept_states")
 #: Element type of adapters on the device.
 LORA_DTYPE = "bfloat16"
 GROUP_COLUMNS = 16
@@ -111,8 +112,9 @@ class GroupPlan:
         P.
     ring : int
         R, private pages of a row; 0 for full attention.
-    usable_pages, num_pages : int
-        Pages that rows can hold; N, the reserved pages included.
+    usable_pages, kept_pages, num_pages : int
+        Pages that rows can hold; pages of a window group behind them for copies that are kept for reuse; N, the reserved pages
+        included.
     row_pages : int
         Pages of a row at full capacity.
     table_width : int
@@ -134,6 +136,7 @@ class GroupPlan:
     table_width: int
     slabs: tuple[SlabPlan, ...]
     page_nbytes: int
+    kept_pages: int = 0
 
     @property
     def is_empty(self) -> bool:
@@ -346,15 +349,17 @@ def _build(config: LLMEngineConfig, full_pages: int) -> MemoryPlan:
 def _plan_group(config: LLMEngineConfig, index: int, window: Window, layers: tuple[int, ...], full_pages: int) -> GroupPlan:
     page = config.page_tokens
     ring = ring_pages(window, page, config.max_step_tokens, config.max_kv_cache_capacity)
+    kept = 0
     if not window.is_full:
-        usable = config.max_batch_size * ring
+        usable, kept = config.max_batch_size * ring, config.kept_window_pages
     else:
         usable = full_pages if layers else 0
-    num_pages = usable + RESERVED_PAGES
+    num_pages = usable + kept + RESERVED_PAGES
     if num_pages > MAX_POOL_PAGES:
         raise PlanError(
             f"pool of {window} attention: {num_pages} pages, but page ids of both halves must fit int32 "
             f"(at most {MAX_POOL_PAGES}); raise page_tokens or lower max_batch_size"
+            f"{' or kept_window_pages' if kept else ''}"
         )
     owners = [i for i in layers if config.layers[i].owns_kv]
     shapes: dict[tuple[int, int], list[int]] = {}
@@ -383,6 +388,7 @@ def _plan_group(config: LLMEngineConfig, index: int, window: Window, layers: tup
         table_width=table_pages(config.max_kv_cache_capacity, page),
         slabs=slabs,
         page_nbytes=sum(len(s.layers) * 2 * page * s.num_kv_heads * s.head_dim * itemsize for s in slabs),
+        kept_pages=kept,
     )
 
 
@@ -403,6 +409,8 @@ def _regions(plan: MemoryPlan) -> list[Region]:
             add(name, slab.shape, config.kv_cache_dtype, slab.nbytes)
     for state in state_plans(config):
         add(state.name, state.shape, state.dtype, state.nbytes)
+    if config.kept_states and slot_nbytes(config):
+        add("kept_states", (config.kept_states, slot_nbytes(config)), "uint8")
     if config.recurrent_layer is not None and config.max_verify_tokens:
         add("commit_paths", (rows, 2 + config.max_verify_tokens))
         add("commit_status", (rows,))

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from numba_kv.errors import InvariantError, StateError
+from numba_kv.geometry import RESERVED_PAGES
 from numba_kv.kernels.layout import Status
 from numba_kv.ledger.pages import PoolFigures
 from numba_kv.ledger.sharing import check_shared
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from numba_kv.cache.step_buffers import StepBuffers
+    from numba_kv.ledger.reuse.prefix_cache import PrefixCache
     from numba_kv.ledger.rows import RowLedger
 
 __all__ = ["AuditReport", "audit_batch"]
@@ -43,8 +45,8 @@ class AuditReport:
     mapped_pages: tuple[int, ...]
 
 
-def audit_batch(ledger: RowLedger, buffers: StepBuffers) -> AuditReport:
-    """Compare everything. Waits for the stream.
+def audit_batch(ledger: RowLedger, buffers: StepBuffers, cache: PrefixCache | None = None) -> AuditReport:
+    """Compare everything, `cache` too, which keeps pages beside those of rows. Waits for the stream.
 
     Raises
     ------
@@ -53,7 +55,7 @@ def audit_batch(ledger: RowLedger, buffers: StepBuffers) -> AuditReport:
     StateError
         If the device refused a step and nobody asked for `Batch.refusals`.
     """
-    _check_host(ledger)
+    _check_host(ledger, cache)
     status = buffers.status.to_host()
     if status.any():
         row = int(np.flatnonzero(status)[0])
@@ -76,14 +78,18 @@ def audit_batch(ledger: RowLedger, buffers: StepBuffers) -> AuditReport:
         _same(f"page_tables[{g}] (K)", buffers.page_tables[g][:, 0].to_host(), pages)
         _same(f"page_tables[{g}] (V)", buffers.page_tables[g][:, 1].to_host(), np.where(pages < 0, -1, pages + group.num_pages))
         mapped.append(int(np.count_nonzero(pages >= 0)))
-        pools.append(_figures(ledger, g))
+        pools.append(_figures(ledger, g, cache))
     return AuditReport(int(ledger.live.sum()), int(ledger.hi.sum()), tuple(pools), tuple(mapped))
 
 
-def _check_host(ledger: RowLedger) -> None:
+def _check_host(ledger: RowLedger, cache: PrefixCache | None) -> None:
     """Check that every page has one owner or only readers, and that rows hold what their lengths need."""
     full = ledger.plan.groups[0]
     held = [ledger.pages[row, : ledger.leased[row]] for row in np.flatnonzero(ledger.live)]
+    if cache is not None:
+        cache.audit()
+        if cache.store.full is not None:
+            held.append(np.flatnonzero(cache.store.full.kept).astype(np.int32))
     ledger.pool.check(np.concatenate(held) if held else np.zeros(0, np.int32))
     check_shared(ledger)
     if not full.is_empty and np.any(ledger.leased * full.page_tokens < ledger.hi):
@@ -93,14 +99,26 @@ def _check_host(ledger: RowLedger) -> None:
             raise InvariantError(f"rings of group {g} do not hold every window page once")
 
 
-def _figures(ledger: RowLedger, g: int) -> PoolFigures:
+def _figures(ledger: RowLedger, g: int, cache: PrefixCache | None) -> PoolFigures:
     group = ledger.plan.groups[g]
     if group.window.is_full:
         figures = ledger.pool.figures()
+        classes = None if cache is None else cache.classes()
+        if classes is not None:
+            figures = PoolFigures(
+                classes.free,
+                classes.owned,
+                figures.reserved,
+                figures.peak_owned,
+                classes.shared,
+                classes.cached,
+                classes.leased,
+            )
     else:
         owned = int(ledger.live.sum()) * group.ring
-        reserved = group.num_pages - group.usable_pages
-        figures = PoolFigures(group.usable_pages - owned, owned, reserved, ledger.peak_rows * group.ring)
+        cached = 0 if cache is None else cache.store.windows[g - 1].num_kept
+        free = group.usable_pages + group.kept_pages - owned - cached
+        figures = PoolFigures(free, owned, RESERVED_PAGES, ledger.peak_rows * group.ring, cached=cached)
     if figures.total != group.num_pages:
         raise InvariantError(f"group {g}: {figures} sum to {figures.total}, the pool has {group.num_pages} pages")
     return figures

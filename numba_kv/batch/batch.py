@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from numba_kv.batch.arguments import device_counts, integer, listed, one_prompt, positive, prompt_length
+from numba_kv.batch.arguments import device_counts, integer, listed, positive, prompt_length
 from numba_kv.batch.audit import AuditReport, audit_batch
 from numba_kv.batch.derived import DerivedForms
 from numba_kv.batch.launches import DeviceCounts
 from numba_kv.batch.permutation import fill_holes
+from numba_kv.batch.reusing import ReusingSequences
 from numba_kv.batch.row_adapters import RowAdapters
 from numba_kv.batch.sequence import Sequence, rows_of, start_sequences
-from numba_kv.batch.sequence_moves import SequenceMoves
 from numba_kv.batch.state_rows import StateRows, check_state_rewind
 from numba_kv.batch.stats import BatchStats
 from numba_kv.batch.stepper import Stepper
@@ -34,11 +34,12 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from numba_kv.context.options import ReuseOptions
 
 __all__ = ["Batch"]
 
 
-class Batch(SequenceMoves):
+class Batch(ReusingSequences):
     """Takes over the tables of a model and serves sequences with them. One at a time; `close` gives them back.
 
     Parameters
@@ -52,9 +53,14 @@ class Batch(SequenceMoves):
         What becomes of pages when they are free, before anybody else gets them: nothing; elements that are not finite become
         zero; all become zero; all become NaN, a test mode that finds readers of what is not theirs. One kernel for each slab
         and row; `close` alone scrubs nothing (`clear` does). The null page is never written.
+    reuse : ReuseOptions, optional
+        Keep what sequences have computed for later ones that begin alike; see `admit`. None: nothing is kept. K and V of a step
+        must be enqueued on ``resources.stream`` before the next call that steps, admits or retires.
 
     Attributes
     ----------
+    reuse : BatchReuse or None
+        What is kept, and its figures.
     derived : DerivedForms
         Other shapes of a step's tables, on request.
 
@@ -62,6 +68,8 @@ class Batch(SequenceMoves):
     ------
     InputError, StateError
         If `resources` is no SharedResources, is closed, has no such model, or has a batch of it.
+    ConfigError
+        If the model or `scrub` does not go together with `reuse`.
     CapacityError
         If the host has not enough memory.
 
@@ -71,7 +79,9 @@ class Batch(SequenceMoves):
     work is enqueued on ``resources.stream``.
     """
 
-    def __init__(self, resources: SharedResources, *, index: int = 0, scrub: str = "never") -> None:
+    def __init__(
+        self, resources: SharedResources, *, index: int = 0, scrub: str = "never", reuse: ReuseOptions | None = None
+    ) -> None:
         if not isinstance(resources, SharedResources):
             raise InputError(f"resources: {type(resources).__name__} is not a SharedResources")
         self.resources = resources
@@ -92,6 +102,7 @@ class Batch(SequenceMoves):
                 self._adapters = RowAdapters(None if index else resources.lora_manager, self._rows)
                 self._open_moves(caches.kv_cache, scrub)
                 self.derived = DerivedForms(self._buffers, self.guard, resources.taker(index))
+                self._open_reuse(reuse, index, scrub)
             except BaseException as error:
                 self.guard.is_closed = True
                 resources.detach(self)
@@ -101,30 +112,6 @@ class Batch(SequenceMoves):
                 raise
 
     # -- composition ---------------------------------------------------------------------------------------------
-
-    def admit(self, tokens: Any = None, *, num_tokens: int | None = None, adapter: str | None = None) -> Sequence:
-        """Give a new sequence a row.
-
-        Parameters
-        ----------
-        tokens : sequence of int, optional
-            Its prompt.
-        num_tokens : int, optional
-            Instead: how many tokens the prompt has.
-        adapter : str, optional
-            Name of the LoRA adapter that the sequence computes with; see `update`.
-
-        Raises
-        ------
-        InputError
-            If neither or both are given, or the prompt is empty or not one-dimensional; if the adapter is not loaded.
-        CapacityError
-            If no row is free, or the prompt is longer than a row.
-
-        Stream: enqueues one copy and one kernel.
-        """
-        adapters = None if adapter is None else [adapter]
-        return self.update(admit=[one_prompt(tokens, num_tokens)], adapters=adapters)[0]
 
     def retire(self, sequence: Sequence) -> None:
         """End a sequence: its row becomes empty and its pages are free.
@@ -152,7 +139,7 @@ class Batch(SequenceMoves):
         retire : iterable of Sequence
             Sequences that end.
         admit : iterable of (sequence of int) or int
-            Prompts, or their token counts.
+            Prompts, or their token counts. Nothing is reused for them and nothing of them kept; see `admit`.
         adapters : iterable of (str or None), optional
             LoRA adapter of each admitted sequence: the bytes that the name has now, loaded as long as the sequence lives. From
             the first one on, the batch decides about `LoRAManager.adapter_ids`, which follow the rows.
@@ -184,6 +171,8 @@ class Batch(SequenceMoves):
             first, active = self.stepper.ledger.admitted + 1, self._sequences
             held = None if adapters is None else self._adapters.hold(adapters, len(prompts))
             try:
+                if self.reuse is not None:
+                    self.reuse.publish_last(retired)
                 rows = self.stepper.update(leaving, prompts)
             except BaseException:
                 self._adapters.release(held or ())
@@ -191,6 +180,8 @@ class Batch(SequenceMoves):
             for sequence, row in zip(retired, leaving, strict=True):
                 sequence.state = "retired"
                 del active[row]
+            if self.reuse is not None:
+                self.reuse.end(retired)
             made = start_sequences(self, active, rows, prompts, first)
             if held is not None:
                 self._adapters.start(made, held)
@@ -288,6 +279,8 @@ class Batch(SequenceMoves):
         tokens in a row one more after it, with more than `max_step_tokens` and windows another. Cost: no allocation, and
         no byte sent if every sequence appends what it did the step before and pages are there.
         """
+        if self.reuse is not None:
+            self._publish_due()
         with self.guard:
             driven = self._driven(counts, take_back, accepted)
             if isinstance(tokens, Mapping):
@@ -310,9 +303,13 @@ class Batch(SequenceMoves):
             If a count is not in that range, or a sequence is not active.
         RewindTooFar
             If a window's ring no longer holds what the shorter sequence sees: never up to `max_step_tokens` tokens below the
-            longest length. Or if the last tokens that stay, and more, lie in pages which other sequences read too (`fork`).
+            longest length, and of what a sequence reuses there is no more than the next token sees. Or if the last tokens that
+            stay, and more, lie in pages which other sequences read too (`fork`); with `reuse` such a page is copied instead.
             Or if the model has recurrent layers and more tokens are taken back than a verification step runs, whose states
             the caller commits (`MambaCacheManager.scatter_accepted_linear_states`). Never for a whole sequence.
+
+        CapacityError
+            If there are no pages for such copies.
 
         Stream: enqueues one copy and two kernels.
         """
@@ -330,11 +327,15 @@ class Batch(SequenceMoves):
                     raise InputError(f"rewind: {count!r} tokens of {sequence!r} is not in 1..{length} (its length)")
                 if number < length:
                     check_state_rewind(self.plan.config, "rewind", number)
-                problem = ledger.rewind_problem(row, length - number)
+                problem = ledger.rewind_problem(row, length - number, self.reuse is not None)
                 if problem:
                     raise RewindTooFar(f"rewind: {sequence!r} cannot go back to {length - number} tokens: {problem}")
                 back[row] = number
+            if self.reuse is not None:
+                self.reuse.unshare({row: int(ledger.lo[row] - back[row]) for row in np.flatnonzero(back).tolist()})
             self.stepper.rewind(back)
+            if self.reuse is not None:
+                self.reuse.shortened({sequence: sequence.length for sequence in tokens})
             emptied = [row for row in np.flatnonzero(back).tolist() if not ledger.hi[row]]
             if emptied and self.stepper.launches.states is not None:
                 self.stepper.launches.states.clear(emptied)
@@ -392,7 +393,7 @@ class Batch(SequenceMoves):
             self.stepper.learn()
             if self.stepper.launches.states is not None:
                 self.stepper.launches.states.audit(self.stepper.ledger.live)
-            return audit_batch(self.stepper.ledger, self._buffers)
+            return audit_batch(self.stepper.ledger, self._buffers, None if self.reuse is None else self.reuse.cache)
 
     def close(self) -> None:
         """Retire everything and give the tables back, once. A second call does nothing, or ends what an interrupt left."""

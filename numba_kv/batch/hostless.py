@@ -115,6 +115,7 @@ class HostlessSteps(BatchRoom):
 
         Stream: enqueues one copy and one kernel for each `max_batch_tokens` tokens.
         """
+        self._publish_due()
         with self.guard:
             number = self._captured_tokens(tokens)
             return self.stepper.reserve(self._even_counts(number), self._step_count(steps), partial)
@@ -151,6 +152,10 @@ class HostlessSteps(BatchRoom):
                 f"steps: {number} are more than the {limit} tokens of a row (max_kv_cache_capacity)", needed=number, free=limit
             )
         return number
+
+    @abstractmethod
+    def _publish_due(self) -> None:
+        """Publish what earlier steps have appended, as a call of its own."""
 
     @abstractmethod
     def _driven(self, counts: Any, take_back: Any, accepted: Any) -> DeviceCounts | None:

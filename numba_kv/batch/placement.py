@@ -11,7 +11,7 @@ from numba_kv.batch.permutation import completed
 from numba_kv.cache.kv_pages import MAX_PAIRS, PageCopies
 from numba_kv.geometry import ceil_div
 from numba_kv.kernels import layout
-from numba_kv.ledger.leases import LeasePlan, plan_room
+from numba_kv.ledger.leases import LeasePlan, find_room
 from numba_kv.ledger.sharing import ForkPlan, held_ring, note_fork, plan_fork
 
 if TYPE_CHECKING:
@@ -24,12 +24,18 @@ __all__ = ["RowPlacement"]
 
 
 class RowPlacement:
-    """Fills rows of a batch without a step. Owns the list of page copies, made on first use."""
+    """Fills rows of a batch without a step.
+
+    Attributes
+    ----------
+    copies : PageCopies
+        Copies pages; owned, with its list, which is made on first use.
+    """
 
     def __init__(self, stepper: Stepper, pools: KVCacheManager) -> None:
         self._stepper = stepper
         self._groups = stepper.plan.groups
-        self._copies = PageCopies(stepper.device, pools)
+        self.copies = PageCopies(stepper.device, pools)
 
     def fork(self, parent: int, count: int) -> list[int]:
         """Start `count` sequences that have the tokens of row `parent`; return their rows.
@@ -41,9 +47,9 @@ class RowPlacement:
         """
         self._stepper.begin()
         ledger = self._stepper.ledger
-        self._copies.prepare()
+        self.copies.prepare()
         fresh = count * plan_fork(ledger, parent).is_partial
-        self._free_pages(plan_room(ledger, fresh, f"a fork of {int(ledger.hi[parent])} tokens"))
+        self._free_pages(find_room(ledger, fresh, f"a fork of {int(ledger.hi[parent])} tokens"))
         rows = self._stepper.update([], [int(ledger.prompt[parent])] * count)
         self._fill([(parent, row) for row in rows])
         return rows
@@ -67,10 +73,10 @@ class RowPlacement:
         forks = [(parent, row) for row, parent in parents.items() if heirs[parent] != row]
         sources = {row: parent for parent, row in heirs.items()}
         if forks:
-            self._copies.prepare()
+            self.copies.prepare()
             leaving = [row for row in parents if row not in heirs]
             fresh = sum(plan_fork(ledger, parent).is_partial for parent, _ in forks)
-            self._free_pages(plan_room(ledger, fresh, "the new order", leaving=leaving))
+            self._free_pages(find_room(ledger, fresh, "the new order", leaving=leaving))
             made = self._stepper.update(leaving, [int(ledger.prompt[parent]) for parent, _ in forks])
             self._fill([(parent, row) for (parent, _), row in zip(forks, made, strict=True)])
             sources |= {row: source for (_, row), source in zip(forks, made, strict=True)}
@@ -96,10 +102,8 @@ class RowPlacement:
             for found, more in zip(pairs, self._page_pairs(parent, rows, plan), strict=True):
                 found += more
         self._stepper.place(np.concatenate(records))
-        for g, group in enumerate(self._groups):
-            self._copies.copy(g, pairs[g])
-            stats.copied_pages += len(pairs[g])
-            stats.launches += len(group.slabs) * ceil_div(len(pairs[g]), MAX_PAIRS)
+        for g in range(len(self._groups)):
+            self.copy(g, pairs[g])
         if self._stepper.launches.states is not None:
             for parent, rows in children.items():
                 self._stepper.launches.states.fork(parent, rows)
@@ -114,7 +118,7 @@ class RowPlacement:
             If the pool has too few pages.
         """
         self._stepper.begin()
-        self._free_pages(plan_room(self._stepper.ledger, pages, purpose))
+        self._free_pages(find_room(self._stepper.ledger, pages, purpose))
         row = self._stepper.update([], [prompt_tokens])[0]
         self.extend(row, pages, purpose)
         return row
@@ -129,12 +133,33 @@ class RowPlacement:
         """
         ledger = self._stepper.ledger
         wanted = max(0, pages - int(ledger.leased[row]))
-        self._free_pages(plan_room(ledger, wanted, purpose, (row, pages)))
+        self._free_pages(find_room(ledger, wanted, purpose, (row, pages)))
         most = self._stepper.buffers.edits.size - layout.RECORD_WORDS  # of one block
         while ledger.leased[row] < pages:
             targets = ledger.leased.copy()
             targets[row] = min(pages, int(targets[row]) + most)
             self._stepper.move_pages(LeasePlan(np.array([row]), targets))
+
+    def copy(self, group: int, pairs: list[tuple[int, int]]) -> None:
+        """Copy pages inside the pools of a group. Stream: enqueues one copy, and one kernel for each slab."""
+        self._stepper.start_copies()
+        self.copies.copy(group, pairs)
+        stats = self._stepper.stats
+        stats.copied_pages += len(pairs)
+        stats.launches += len(self._groups[group].slabs) * ceil_div(len(pairs), MAX_PAIRS)
+
+    def map_pages(self, row: int, first: int, ids: NDArray[np.int32]) -> None:
+        """Make `ids` the full-group pages of a row from logical page `first` on; their holders are noted by the caller.
+
+        Stream: enqueues one copy and one kernel for each block of ids.
+        """
+        ledger, at = self._stepper.ledger, 0
+        most = self._stepper.buffers.edits.size - layout.RECORD_WORDS
+        while at < len(ids):
+            part = ids[at : at + most]
+            self._stepper.map_pages(row, first + at, part)
+            at += len(part)
+        ledger.leased[row] = first + len(ids)
 
     def place(self, row: int, length: int, high_water: int, begins: NDArray[np.int64]) -> None:
         """Make a row `length` tokens long, with windows mapped from `begins` on; its pages are there."""
@@ -158,6 +183,16 @@ class RowPlacement:
         words[layout.PLACE_WORDS :] = begins
         return words
 
+    def make_room(self, pages: int, purpose: str) -> None:
+        """Give pages that run ahead back, or let kept ones go, so that so many are free.
+
+        Raises
+        ------
+        CapacityError
+            If they are too few.
+        """
+        self._free_pages(find_room(self._stepper.ledger, pages, purpose))
+
     def _free_pages(self, leases: LeasePlan | None) -> None:
         """Give pages that run ahead back to the pool."""
         if leases is not None:
@@ -165,7 +200,7 @@ class RowPlacement:
 
     def close(self) -> None:
         """Give the list of copies back. Waits for copies in flight."""
-        self._copies.close()
+        self.copies.close()
 
     def _fork_records(self, parent: int, rows: list[int], plan: ForkPlan, own: NDArray[np.int32]) -> NDArray[np.int32]:
         ledger = self._stepper.ledger

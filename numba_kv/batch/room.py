@@ -11,6 +11,7 @@ from numba_kv.errors import CapacityError, InputError
 from numba_kv.geometry import ceil_div
 
 if TYPE_CHECKING:
+    from numba_kv.batch.reuse import BatchReuse
     from numba_kv.batch.stepper import Stepper
     from numba_kv.device.guard import CallGuard
     from numba_kv.plan import MemoryPlan
@@ -24,6 +25,7 @@ class BatchRoom(Unique, ABC):
     plan: MemoryPlan
     guard: CallGuard
     stepper: Stepper
+    reuse: BatchReuse | None = None
 
     @property
     def free_rows(self) -> int:
@@ -33,9 +35,19 @@ class BatchRoom(Unique, ABC):
 
     @property
     def free_pages(self) -> int:
-        """Pages of the full-attention pool that no row holds."""
+        """Pages of the full-attention pool that nobody holds."""
         self.guard.check_open()
         return self.stepper.ledger.pool.free_pages
+
+    @property
+    def evictable_pages(self) -> int:
+        """Pages of the full-attention pool that are kept for reuse and that no row reads: they go where pages are wanted.
+
+        Cost: O(pages), vectorised, if anything is kept.
+        """
+        self.guard.check_open()
+        kept = self.stepper.ledger.kept
+        return 0 if kept is None else kept.evictable
 
     def can_admit(self, num_tokens: int = 1) -> bool:
         """Return whether a row is free and the pool holds a prompt of `num_tokens` now."""
@@ -46,7 +58,7 @@ class BatchRoom(Unique, ABC):
         full = self.plan.groups[0]
         if number > self.plan.config.max_kv_cache_capacity or not self.free_rows:
             return False
-        return full.is_empty or ceil_div(number, full.page_tokens) <= self.free_pages
+        return full.is_empty or ceil_div(number, full.page_tokens) <= self.free_pages + self.evictable_pages
 
     def _check_rows(self, wanted: int, leaving: int = 0) -> None:
         """Raise CapacityError if `wanted` sequences have no row when `leaving` have left theirs."""

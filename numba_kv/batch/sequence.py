@@ -27,9 +27,11 @@ class Sequence(Unique):
         Whether it still has a row.
     adapter : LoRAAdapter or None
         The adapter it was admitted with: those bytes, whatever is loaded under the name later.
+    reused_tokens : int
+        First tokens of its prompt that were not computed for it, but reused.
     """
 
-    __slots__ = ("_batch", "_row", "adapter", "generation", "prompt_tokens", "state")
+    __slots__ = ("_batch", "_row", "adapter", "generation", "prompt_tokens", "reused_tokens", "state")
 
     _batch: Batch
     _row: int
@@ -37,6 +39,7 @@ class Sequence(Unique):
     prompt_tokens: int
     state: str
     adapter: LoRAAdapter | None
+    reused_tokens: int
 
     @property
     def row(self) -> int:
@@ -80,6 +83,7 @@ def start_sequences(
         sequence._row = row
         sequence.generation = first
         sequence.prompt_tokens = prompt_tokens
+        sequence.reused_tokens = 0
         sequence.state, sequence.adapter = "active", None
         made.append(sequence)
         first += 1

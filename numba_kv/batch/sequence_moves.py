@@ -89,6 +89,8 @@ class SequenceMoves(HostlessSteps):
             rows = self._placement.fork(row, number)
             made = self._started(rows, sequence.prompt_tokens, first)
             self._adapters.inherit(dict.fromkeys(made, sequence))
+            if self.reuse is not None:
+                self.reuse.inherit(dict.fromkeys(made, sequence))
             self._adapters.follow(self._sequences)
             return made[0] if count is None else made
 
@@ -126,7 +128,10 @@ class SequenceMoves(HostlessSteps):
             for row, parent in rows.items():
                 self._sequences[row].prompt_tokens = numbers[parent][1]
                 self.stepper.ledger.generation[row] = numbers[row][0]
-            self._adapters.inherit({self._sequences[row]: self._sequences[parent] for row, parent in rows.items()})
+            heirs = {self._sequences[row]: self._sequences[parent] for row, parent in rows.items()}
+            self._adapters.inherit(heirs)
+            if self.reuse is not None:
+                self.reuse.inherit(heirs)
             self._adapters.follow(self._sequences)
 
     def swap_out(self, sequence: Sequence) -> SwappedSequence:
@@ -156,10 +161,13 @@ class SequenceMoves(HostlessSteps):
         Stream: enqueues one kernel for each slab, one copy and one kernel. Cost: the bytes of its pages over the bus; a
         page-locked block is allocated unless one of an earlier swap fits.
         """
+        self._publish_due()
         with self.guard:
             row = self._row_of(sequence, "swap_out")
             self._exact_length(row, "swap_out")
             swapped = self._swaps.out(row, sequence.prompt_tokens, self._forget)
+            if self.reuse is not None:
+                self.reuse.leave(sequence, swapped)
             sequence.state = "retired"
             del self._sequences[row]
             swapped.adapter, sequence.adapter = sequence.adapter, None
@@ -195,6 +203,8 @@ class SequenceMoves(HostlessSteps):
             row = self._swaps.back(swapped)
             made = self._started([row], swapped.prompt_tokens, first)[0]
             swapped.adapter, made.adapter = None, swapped.adapter
+            if self.reuse is not None:
+                self.reuse.resume(swapped, made)
             self._adapters.follow(self._sequences)
             return made
 
@@ -280,6 +290,8 @@ class SequenceMoves(HostlessSteps):
                 reason = f"restore_kv: {snapshot.stop} tokens exceed max_kv_cache_capacity {capacity}"
                 raise CapacityError(reason, needed=snapshot.stop, free=capacity)
             self._snapshots.restore(row, snapshot)
+            if self.reuse is not None:
+                self.reuse.forget(sequence)  # nobody knows which tokens these are
 
     def move_tokens(self, nodes: Any, *, stream: object | None = None) -> None:
         """Move tokens of each row's last step together, as the accepted path of a tree; what is taken back then lies behind.
@@ -335,6 +347,8 @@ class SequenceMoves(HostlessSteps):
         """Take the memory of a swapped sequence back (for its `close`)."""
         with self.guard:
             self._swaps.forget(swapped)
+            if self.reuse is not None:
+                self.reuse.forget(swapped)
             self._adapters.end([swapped])
 
     def _started(self, rows: list[int], prompt_tokens: int, first: int) -> list[Sequence]:

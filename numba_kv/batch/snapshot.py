@@ -15,7 +15,7 @@ from numba_kv.device.unique import Unique
 from numba_kv.dtypes import dtype
 from numba_kv.errors import InputError, RewindTooFar, StateError
 from numba_kv.geometry import ceil_div, mapped_pages, rewind_is_allowed, round_up
-from numba_kv.ledger.sharing import held_ring
+from numba_kv.ledger.sharing import filled_ring
 
 if TYPE_CHECKING:
     from numba_kv.batch.placement import RowPlacement
@@ -57,6 +57,7 @@ class KVSnapshot(Unique):
     ) -> None:
         self.start, self.stop, self.place = start, stop, place
         self.high_water = peak  # of the sequence: its windows held nothing older
+        self.base = 0  # tokens that the sequence began with, of which its windows held no more than the next one saw
         self.plan = plan
         self.is_closed = False
         self._device = device
@@ -187,17 +188,20 @@ class RowSnapshots:
                 f"stop: {stop} of {int(ledger.hi[row])} tokens; recurrent states cannot go back: capture while the sequence is "
                 "that short"
             )
+        if stop < ledger.base[row]:
+            raise RewindTooFar(f"stop: {stop}; {ledger.rewind_problem(row, stop)}; capture at least {ledger.base[row]} tokens")
         for group in stepper.plan.groups:
             if not rewind_is_allowed(group.window, group.page_tokens, group.ring, peak, stop):
                 raise RewindTooFar(
                     f"stop: the {group.window} ring of {group.ring} pages no longer holds the tokens that position {stop} sees "
                     f"(the row has been {peak} tokens long); capture while the sequence is that short"
                 )
-            held = 0 if group.window.is_full else held_ring(group, stop, peak)[0] * group.page_tokens
+            held = 0 if group.window.is_full else filled_ring(ledger, group, row, stop)[0] * group.page_tokens
             firsts.append(min(stop, max(start, held)))
         states = stepper.launches.states
         nbytes = 0 if states is None else states.row_nbytes
         snapshot = KVSnapshot(stepper.device, stepper.plan, firsts, stop, start, peak, place, nbytes)
+        snapshot.base = int(ledger.base[row])
         try:
             stepper.start_reads()
             self._copy(snapshot, row, out=True)
@@ -222,6 +226,7 @@ class RowSnapshots:
             self._placement.extend(row, ceil_div(stop, full.page_tokens), f"the restored range [{start}, {stop})")
         begins = [mapped_pages(g.window, g.page_tokens, g.ring, start, stop - start)[0] for g in stepper.plan.groups]
         peak = max(int(ledger.high_water[row]), snapshot.high_water)
+        ledger.set_base(row, snapshot.base)
         self._placement.place(row, stop, peak, np.array(begins, np.int64))
         self._copy(snapshot, row, out=False)
         stepper.stats.tokens += stop - start

@@ -24,7 +24,7 @@ class BatchStats:
     forked, swapped_out, swapped_in : int
         Of these.
     copied_pages : int
-        Pages copied to forks, counted once for all layers of a group.
+        Pages copied to forks, and for reuse of context; counted once for all layers of a group.
     swapped_out_bytes, swapped_in_bytes : int
         K and V moved to host memory and back.
     bytes_to_device : int

@@ -6,6 +6,7 @@ Every method plans first, enqueues, and notes the outcome last, so that an error
 from __future__ import annotations
 
 import bisect
+from collections.abc import Callable
 from struct import pack_into
 from typing import TYPE_CHECKING
 
@@ -21,7 +22,7 @@ from numba_kv.batch.view import StepView
 from numba_kv.errors import CapacityError, InputError, StateError
 from numba_kv.kernels import layout
 from numba_kv.kernels.row_changes import note_change, write_change
-from numba_kv.ledger.leases import LeasePlan, plan_leases
+from numba_kv.ledger.leases import LeasePlan, find_leases, plan_leases
 from numba_kv.ledger.rows import FIRST_WINDOW, RowLedger
 from numba_kv.ledger.sharing import lower_floors, plan_floors
 
@@ -49,6 +50,8 @@ class Stepper:
         Counters.
     scrubs : RowScrubs or None
         Scrubs pages that become free; None: nobody does. Set by the batch.
+    taken_back : callable or None
+        Is told, before a step is noted in which the device takes tokens back, how many of each row at most. Set by the batch.
     """
 
     def __init__(self, buffers: StepBuffers, guard: CallGuard) -> None:
@@ -61,6 +64,7 @@ class Stepper:
         self.launches = StepLaunches(buffers)
         self.reservation = Reservation()
         self.scrubs: RowScrubs | None = None
+        self.taken_back: Callable[[NDArray[np.int64]], None] | None = None
         self._rows = rows
         self._guard = guard
         self._even = EvenSteps(rows)
@@ -105,6 +109,8 @@ class Stepper:
             FIRST_WINDOW,
         )
         ledger.note_change(leave, join, top)
+        if ledger.has_bases:
+            ledger.base[request[:leave]] = ledger.base[request[total : total + join]] = 0
         stats = self.stats
         stats.rotated_pages += rotated
         stats.retired += leave
@@ -129,6 +135,22 @@ class Stepper:
         self._scrub_shrinking(leases)
         self._send(block)
         self.ledger.move_pages(leases.rows, leases.targets, ids)
+
+    def map_pages(self, row: int, first: int, ids: NDArray[np.int32]) -> None:
+        """Map `ids`, at most as many as one block holds, as the last pages of a row, from logical page `first` on."""
+        ledger, block, one = self.ledger, EditBlock(), np.array([row])
+        block.set_pages(one, np.array([first]), np.array([len(ids)]), ids, ledger.leased[one])
+        self._send(block)
+        ledger.pages[row, first : first + len(ids)] = ids
+        ledger.leased[row] = first + len(ids)
+
+    def set_floors(self, floors: dict[int, int]) -> None:
+        """Set the end of what may not be rewritten of some rows."""
+        rows = np.array(list(floors))
+        values, held, block = np.array(list(floors.values())), self.ledger.leased[rows], EditBlock()
+        block.lower_floors(rows, values, held, held)
+        self._send(block)
+        self.ledger.floor[rows] = values
 
     def start_reads(self) -> None:
         """Begin to enqueue what changes nothing in the batch."""
@@ -224,7 +246,7 @@ class Stepper:
             fitting = bisect.bisect_left(range(steps), True, key=lambda n: self._is_short(self._wanted(counts, n + 1)))
             wanted = self._wanted(counts, fitting)
         else:
-            plan_leases(self.ledger, wanted)  # a refusal comes before the first block is sent
+            find_leases(self.ledger, wanted)  # a refusal comes before the first block is sent
         stride = max(1, self.plan.config.max_batch_tokens // total)  # steps whose pages one block holds
         for part in (*range(stride, steps, stride), steps):
             self.stats.page_blocks += self._prepare(counts, np.minimum(wanted, counts * part))
@@ -318,8 +340,8 @@ class Stepper:
 
     # -- parts ---------------------------------------------------------------------------------------------------
 
-    def _start_work(self) -> None:
-        """Begin to enqueue; from here on a failure poisons the batch.
+    def check_can_change(self) -> None:
+        """Check that work can be enqueued.
 
         Raises
         ------
@@ -328,6 +350,16 @@ class Stepper:
         """
         if self.device.stream.is_capturing:
             raise StateError("the resources' stream is being captured; only enqueue_step() and derived forms can be")
+
+    def _start_work(self) -> None:
+        """Begin to enqueue; from here on a failure poisons the batch.
+
+        Raises
+        ------
+        StateError
+            See `check_can_change`.
+        """
+        self.check_can_change()
         self._guard.is_enqueueing = True
 
     def _start_change(self) -> None:
@@ -346,14 +378,15 @@ class Stepper:
     def _is_short(self, tokens: NDArray[np.int64]) -> bool:
         try:
             plan_leases(self.ledger, tokens)
-        except CapacityError:
-            return True
+        except CapacityError as error:
+            kept = self.ledger.kept
+            return kept is None or not kept.can_free(error.needed - error.free - error.evictable)
         return False
 
     def _prepare(self, counts: NDArray[np.int64], tokens: NDArray[np.int64]) -> bool:
         """Send the layout `counts` and the pages for `tokens` more, as far as the device lacks them; return if pages moved."""
         self._check_capacity(tokens)
-        leases = plan_leases(self.ledger, tokens)
+        leases = find_leases(self.ledger, tokens)
         block = EditBlock()
         ids = self._lease(leases, block) if leases is not None else None
         if not np.array_equal(counts, self._layout):
@@ -389,6 +422,8 @@ class Stepper:
             least = counts if driven.counts is None else np.zeros_like(counts)
             back = np.zeros_like(counts) if driven.back is None else self._last
             for _ in range(steps):
+                if driven.back is not None and self.taken_back is not None:
+                    self.taken_back(back)
                 self.ledger.note_uncertain_step(counts, least, back)
                 back = back if driven.back is None else counts
         self._last = counts.copy()

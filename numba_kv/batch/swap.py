@@ -46,7 +46,7 @@ class RowSwaps:
         stepper.begin()
         length, peak = int(ledger.hi[row]), int(ledger.high_water[row])
         pieces, end = self._pieces(length, peak)
-        numbers = [peak, *ledger.mapped_begin[:, row].tolist()]
+        numbers = [peak, int(ledger.base[row]), *ledger.mapped_begin[:, row].tolist()]
         nbytes = sum(piece.count * page_nbytes(piece.group, piece.slab, self._itemsize) for piece in pieces)
         nbytes += self._state_nbytes
         block = self._blocks.take(end)
@@ -72,9 +72,10 @@ class RowSwaps:
             If the pool has too few pages; a row is free.
         """
         stepper, full = self._stepper, self._stepper.plan.groups[0]
-        peak, *begins = swapped.numbers
+        peak, base, *begins = swapped.numbers
         pages = 0 if full.is_empty else ceil_div(swapped.length, full.page_tokens)
         row = self._placement.start(swapped.prompt_tokens, pages, f"a sequence of {swapped.length} tokens that comes back")
+        stepper.ledger.set_base(row, base)
         self._placement.place(row, swapped.length, peak, np.array(begins, np.int64))
         self._copy(swapped, row, out=False)
         stepper.stats.rotated_pages -= sum(begins[1:])  # counted when it was swapped out

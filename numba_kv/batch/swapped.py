@@ -61,7 +61,7 @@ class SwappedSequence(Unique):
         self.nbytes = nbytes
         self.state = "swapped"
         self.adapter: LoRAAdapter | None = None
-        self.numbers = numbers  # longest length, then the first mapped page of each group
+        self.numbers = numbers  # longest length, reused tokens, then the first mapped page of each group
         self.pieces = pieces
         self.memory = memory
         self._forget = forget

@@ -31,6 +31,8 @@ class HybridCacheManager:
         The states of the recurrent layers.
     step_buffers : StepBuffers
         Tables, lengths and step data.
+    kept_states : Memory or None
+        Room for snapshots of recurrent states that are kept for reuse, one behind the other; None: the plan has none.
     """
 
     def __init__(self, device: Device, plan: MemoryPlan, take: Callable[[str, int], Memory]) -> None:
@@ -39,6 +41,10 @@ class HybridCacheManager:
         self.kv_cache = KVCacheManager(device, plan, take)
         self.mamba_cache = MambaCacheManager(device, plan, take)
         self.step_buffers = StepBuffers(device, plan, take)
+        self.kept_states: Memory | None = None
+        for region in plan.regions:
+            if region.name == "kept_states":
+                self.kept_states = take(region.name, region.nbytes)
 
     @property
     def num_layers(self) -> int:

@@ -124,6 +124,9 @@ class LLMEngineConfig:
         Columns of a convolution state beyond the conv_kernel - 1 that the next token reads. 1 as Transformers and the
         reference have it; at least `max_verify_tokens`: drafts are written there and rejected ones shifted out again, so that
         no snapshots are needed.
+    kept_window_pages, kept_states : int
+        What the plan has beside the rows for reuse of context: pages of each window group for copies, and slots for snapshots
+        of recurrent states. 0: none, and a batch of a model with such layers cannot reuse any.
     """
 
     model_type: str = ""
@@ -153,6 +156,8 @@ class LLMEngineConfig:
     max_verify_tokens: int = 0
     recurrent_spec_verify_mode: str = "snapshot"
     conv_state_room: int = 1
+    kept_window_pages: int = 0
+    kept_states: int = 0
 
     def __post_init__(self) -> None:
         if not isinstance(self.layers, tuple) or not all(isinstance(layer, AttentionLayer) for layer in self.layers):
@@ -172,6 +177,8 @@ class LLMEngineConfig:
             "num_deepstack_features",
             "max_input_len",
             "reduced_vocab_size",
+            "kept_window_pages",
+            "kept_states",
         ):
             check_int(name, getattr(self, name), 0, INT32_MAX)
         check_int("external_weights_nbytes", self.external_weights_nbytes, 0, 1 << 50)

@@ -12,6 +12,8 @@ Every array is one slab: a layer's part starts at a multiple of 256 bytes. ::
     replay_k_state                float32 [layers, B, V, G, D]       replay mode, gated delta net: normalised key,
     replay_g_state, replay_beta_state float32 [layers, B, V, H]      decay (not its logarithm) and gate,
     replay_v_state                [layers, B, V, H, S]               value, of the convolution state's type
+
+A slot outside of these arrays (`slot_nbytes`) has its layers behind each other, at whole words.
 """
 
 from __future__ import annotations
@@ -27,9 +29,9 @@ from numba_kv.geometry import round_up
 if TYPE_CHECKING:
     from numba_kv.config.engine import LLMEngineConfig
 
-__all__ = ["StatePlan", "state_plans"]
+__all__ = ["StatePlan", "slot_nbytes", "state_plans"]
 
-_ALIGNMENT = 256
+_ALIGNMENT, _WORD = 256, 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,3 +95,9 @@ def state_plans(config: LLMEngineConfig) -> tuple[StatePlan, ...]:
             StatePlan("replay_v_state", (*head, heads, size), layer.conv_state_dtype),
         ]
     return tuple(found)
+
+
+def slot_nbytes(config: LLMEngineConfig) -> int:
+    """Return the bytes that a slot's states take outside of the arrays; 0 without recurrent layers."""
+    slabs = [plan for plan in state_plans(config) if plan.name in ("recurrent_state", "conv_state")]
+    return sum(p.shape[0] * round_up(math.prod(p.shape[2:]) * dtype(p.dtype).itemsize, _WORD) for p in slabs)

@@ -138,8 +138,8 @@ def apply_edits(
             i += lanes
         if lane == 0:
             leased[row] = edits[at + FIRST] + edits[at + COUNT]
-            if flags & FLOOR != 0:
-                floors[row] = edits[at + LOW_TOKENS]
+    if lane == 0 and flags & FLOOR != 0:
+        floors[row] = edits[at + LOW_TOKENS]
     if flags & RESET != 0:
         ring_at = np.int64(edits[at + RINGS_AT])
         for g in range(1, groups.shape[0]):

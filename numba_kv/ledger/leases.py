@@ -1,10 +1,13 @@
-"""Which pages a step needs, which of them run ahead, and which can be taken back for it. Pure."""
+"""Which pages a step needs, which of them run ahead, and which can be taken back for it.
+
+Plans are pure. `find_leases` and `find_room` ask whoever keeps pages for reuse to let some go where a plan has too few.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -16,7 +19,24 @@ if TYPE_CHECKING:
 
     from numba_kv.ledger.rows import RowLedger
 
-__all__ = ["LeasePlan", "plan_leases", "plan_room"]
+__all__ = ["KeptRoom", "LeasePlan", "find_leases", "find_room", "plan_leases", "plan_room"]
+
+
+class KeptRoom(Protocol):
+    """Pages that no row holds and that somebody keeps for reuse."""
+
+    @property
+    def evictable(self) -> int:
+        """Most pages that could become free."""
+        ...
+
+    def can_free(self, pages: int) -> bool:
+        """Return whether so many pages can become free; changes nothing."""
+        ...
+
+    def free(self, pages: int) -> None:
+        """Let so many pages go; `can_free` said that it can."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +128,49 @@ def plan_room(
         )
     targets = _take_back(ledger.leased, surplus, wanted - free)
     return LeasePlan(np.flatnonzero(targets != ledger.leased), targets)
+
+
+def find_leases(ledger: RowLedger, counts: NDArray[np.int64]) -> LeasePlan | None:
+    """Return what `plan_leases` does, after kept pages were let go if rows alone have too few.
+
+    Raises
+    ------
+    CapacityError
+        If even those are not enough; nothing was changed.
+    """
+    return _found(ledger, lambda: plan_leases(ledger, counts))
+
+
+def find_room(
+    ledger: RowLedger, wanted: int, purpose: str, keep: tuple[int, int] = (0, 0), leaving: Sequence[int] = ()
+) -> LeasePlan | None:
+    """Return what `plan_room` does, after kept pages were let go if rows alone have too few.
+
+    Raises
+    ------
+    CapacityError
+        If even those are not enough; nothing was changed.
+    """
+    return _found(ledger, lambda: plan_room(ledger, wanted, purpose, keep, leaving))
+
+
+def _found(ledger: RowLedger, plan: Callable[[], LeasePlan | None]) -> LeasePlan | None:
+    try:
+        return plan()
+    except CapacityError as error:
+        kept = ledger.kept
+        if kept is None:
+            raise
+        missing = error.needed - error.free - error.evictable
+        if not kept.can_free(missing):
+            raise CapacityError(
+                f"{error}; {kept.evictable} pages are kept for reuse and read by no row, which is not enough either",
+                needed=error.needed,
+                free=error.free,
+                evictable=error.evictable + kept.evictable,
+            ) from None
+        kept.free(missing)
+    return plan()
 
 
 def _take_back(targets: NDArray[np.int64], surplus: NDArray[np.int64], wanted: int) -> NDArray[np.int64]:

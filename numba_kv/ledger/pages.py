@@ -27,6 +27,8 @@ class PoolFigures:
         Most pages ever held at once, by one row or several.
     shared : int
         Held by several rows, which only read them.
+    cached, leased : int
+        Kept for reuse: held by no row; held by rows too, which only read them.
     """
 
     free: int
@@ -34,11 +36,13 @@ class PoolFigures:
     reserved: int
     peak_owned: int
     shared: int = 0
+    cached: int = 0
+    leased: int = 0
 
     @property
     def total(self) -> int:
         """All pages of the pool."""
-        return self.free + self.owned + self.shared + self.reserved
+        return self.free + self.owned + self.shared + self.cached + self.leased + self.reserved
 
 
 class PageIdPool:

@@ -19,6 +19,8 @@ from numba_kv.plan import MemoryPlan
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from numba_kv.ledger.leases import KeptRoom
+
 __all__ = ["FIRST_WINDOW", "RowLedger"]
 
 #: Lines of `RowLedger.numbers` before those of `mapped_begin`, the full group's own included.
@@ -51,6 +53,13 @@ class RowLedger:
         Whether the device made no decision since its numbers were last read.
     mapped_begin : int64 [G, B]
         First mapped logical page of each window group.
+    base : int64 [B]
+        Of a row that began with reused tokens, if there are windows: how many. Its rings have only what the token behind them
+        sees, so it cannot become shorter, except 0.
+    has_bases : bool
+        Whether any row ever had one.
+    kept : KeptRoom or None
+        Pages that are kept for reuse beside those of rows. Set by the batch.
     """
 
     def __init__(self, plan: MemoryPlan) -> None:
@@ -72,6 +81,9 @@ class RowLedger:
         self.admitted = 0
         self.peak_rows = 0
         self.is_exact = True
+        self.base = np.zeros(rows, np.int64)
+        self.has_bases = False
+        self.kept: KeptRoom | None = None
 
     @property
     def room(self) -> NDArray[np.int64]:
@@ -186,11 +198,13 @@ class RowLedger:
             begin = np.maximum(low // page, -(-(start + counts) // page) - group.ring)
             np.copyto(mapped_begin[g], begin, where=moved)
 
-    def rewind_problem(self, row: int, target: int) -> str | None:
-        """Return why a row cannot be rewound to `target` tokens, or None."""
+    def rewind_problem(self, row: int, target: int, can_copy: bool = False) -> str | None:
+        """Return why a row cannot be rewound to `target` tokens, or None; `can_copy`: shared pages are no reason."""
         if target == 0:
             return None
-        if target < self.floor[row] and target < (floor := lowest_floor(self, row)):
+        if target < self.base[row]:
+            return f"its first {self.base[row]} tokens were not computed here, and rings hold what the token behind them sees"
+        if not can_copy and target < self.floor[row] and target < (floor := lowest_floor(self, row)):
             return f"its first {floor} tokens lie in pages that other sequences read too"
         peak = int(self.high_water[row])
         for group in self.plan.groups[1:]:
@@ -209,10 +223,17 @@ class RowLedger:
                 self.mapped_begin[g, row] = min(int(self.mapped_begin[g, row]), end)
         self.lo[row] = self.hi[row] = target
         if target == 0:
-            self.high_water[row] = 0
+            self.high_water[row] = self.base[row] = 0
+
+    def set_base(self, row: int, tokens: int) -> None:
+        """Note that a row has its first `tokens` tokens from elsewhere; it must not be rewritten or rewound below them."""
+        if tokens and len(self.plan.groups) > 1:
+            self.has_bases = True
+            self.base[row] = max(int(self.base[row]), tokens)
+            self.floor[row] = max(int(self.floor[row]), tokens)
 
     def permute(self, sources: NDArray[np.int64]) -> None:
         """Move rows: row i becomes what row `sources[i]` was. Arrays keep their place."""
-        for values in (self.live, self.pages, self.ring_pages):
+        for values in (self.live, self.pages, self.ring_pages, self.base):
             values[:] = values[sources]
         self.numbers[:] = self.numbers[:, sources]

@@ -30,6 +30,7 @@ __all__ = [
     "FloorPlan",
     "ForkPlan",
     "check_shared",
+    "filled_ring",
     "freed_pages",
     "held_ring",
     "lower_floors",
@@ -90,6 +91,7 @@ def note_fork(ledger: RowLedger, parent: int, rows: list[int], plan: ForkPlan, o
     ids = ledger.pages[parent, :shared]
     ledger.pool.share(ids, len(rows))
     ledger.floor[parent] = plan.floor
+    ledger.base[rows] = ledger.base[parent]
     for i, row in enumerate(rows):
         ledger.numbers[2:, row] = ledger.numbers[2:, parent]
         ledger.leased[row] = shared + plan.is_partial
@@ -124,7 +126,7 @@ def plan_floors(ledger: RowLedger, rows: NDArray[np.int64], targets: NDArray[np.
         if targets[below[i]] == 0 and floor:
             found.keep[i] = 0
         else:
-            found.floors[i] = floor
+            found.floors[i] = max(floor, int(ledger.base[row])) if targets[below[i]] else 0
     return found
 
 
@@ -147,6 +149,15 @@ def held_ring(group: GroupPlan, length: int, high_water: int) -> tuple[int, int]
     """Return the logical pages [begin, end) of a row that its ring holds: those that are mapped, or would be after a rewind."""
     end = ceil_div(length, group.page_tokens)
     return min(end, max(0, ceil_div(high_water, group.page_tokens) - group.ring)), end
+
+
+def filled_ring(ledger: RowLedger, group: GroupPlan, row: int, length: int) -> tuple[int, int]:
+    """Return what `held_ring` does for a row of `length` tokens, without what a reused beginning never had."""
+    first, end = held_ring(group, length, int(ledger.high_water[row]))
+    base = int(ledger.base[row])
+    if base:
+        first = max(first, min(group.window.lowest_key(base), base) // group.page_tokens)
+    return min(first, end), end
 
 
 def check_shared(ledger: RowLedger) -> None:

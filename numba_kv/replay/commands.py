@@ -27,6 +27,7 @@ from numba_kv.replay.models import find_config
 from numba_kv.replay.output import Output, check_writable, dumps, write_text
 from numba_kv.replay.report import check_drawing, check_picture, write_picture, write_report
 from numba_kv.replay.request import Trace, fit_to_capacity
+from numba_kv.replay.reuse import ReplayReuse
 from numba_kv.replay.run import ReplayOptions, ReplayResult, replay
 from numba_kv.replay.tables import Budget, plan_json, plan_table, replay_table
 from numba_kv.replay.trace import read_trace
@@ -98,12 +99,18 @@ def _replay(args: Namespace) -> None:
     trace, skipped = fit_to_capacity(_read(args, most), most, skip_too_long=args.skip_too_long)
     capacity = args.capacity or min(most, round_up(trace.longest, 256))
     config = load_model(args, rows=rows, capacity=capacity, max_batch_tokens=rows + args.chunk)
+    if args.reuse:
+        config = _with_kept(replace(config, num_kv_pages=args.kv_pages), args.kept_window_pages, args.kept_states)
     job = _Job(
         config=config,
         name=model_name(args.config, widest),
         trace=trace,
         skipped=skipped,
-        options=ReplayOptions(chunk=args.chunk, audit_every=args.audit_every),
+        options=ReplayOptions(
+            chunk=args.chunk,
+            audit_every=args.audit_every,
+            reuse=ReplayReuse(every_tokens=args.reuse_every) if args.reuse else None,
+        ),
         notes=tuple(merged_windows(args, config)),
         memory=args.memory,
         target=args.target,
@@ -113,6 +120,17 @@ def _replay(args: Namespace) -> None:
         write_picture(picture, result.figures, result.history)
     if report:
         write_report(report, result.figures, result.history)
+
+
+def _with_kept(config: LLMEngineConfig, window_pages: int | None, states: int | None) -> LLMEngineConfig:
+    """Return a configuration that plans room for what a replay keeps beside full pages."""
+    rows = config.max_batch_size
+    rings = [group.ring for group in plan_memory(config).groups[1:]]
+    pages = rows * max(rings, default=0) if window_pages is None else window_pages
+    slots = rows if states is None else states
+    return replace(
+        config, kept_window_pages=pages if rings else 0, kept_states=slots if config.recurrent_layer is not None else 0
+    )
 
 
 def _serve(job: _Job, output: Output) -> ReplayResult:

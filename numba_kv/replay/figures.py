@@ -6,7 +6,9 @@ Knows numbers and their JSON form. Does not know how they are gathered or drawn.
 from __future__ import annotations
 
 from array import array
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from typing import Any
 
 __all__ = ["GroupFigures", "Latency", "PageHistory", "ReplayFigures"]
 
@@ -83,7 +85,8 @@ class ReplayFigures:
         Counts. A steady step appends one token to every row while nobody joins or leaves; a rotation is a page that a
         window has left behind, whose place in the ring the next page takes.
     prefill_tokens, decode_tokens, recomputed_tokens : int
-        Tokens appended; the recomputed ones are among the prefill tokens.
+        Tokens appended; the recomputed ones are among the prefill tokens. With reuse they are those of sequences that gave way,
+        computed or reused again.
     bytes_to_device, bytes_to_device_steady : int
         Bytes sent in all, and in steady steps that mapped no page ahead.
     audits : int
@@ -96,6 +99,8 @@ class ReplayFigures:
         Device memory of the plan.
     groups : tuple of GroupFigures
         One per window group that has layers.
+    reuse : mapping or None
+        What was reused, kept and given up (`numba_kv.replay.reuse`); None: nothing was kept.
     """
 
     target: str
@@ -123,6 +128,7 @@ class ReplayFigures:
     wall_s: float
     plan_bytes: int
     groups: tuple[GroupFigures, ...]
+    reuse: Mapping[str, Any] | None = None
 
     def to_json(self) -> dict[str, object]:
         """Return the figures as plain objects for `json.dump`."""
@@ -156,6 +162,7 @@ class ReplayFigures:
             "us_per_steady_step": asdict(self.host_steady),
             "wall_s": round(self.wall_s, 3),
             "plan_bytes": self.plan_bytes,
+            **({} if self.reuse is None else {"reuse": dict(self.reuse)}),
         }
 
 

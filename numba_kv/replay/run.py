@@ -15,11 +15,13 @@ from numba_kv.errors import InputError
 from numba_kv.geometry import ceil_div
 from numba_kv.replay.figures import GroupFigures, Latency, PageHistory, ReplayFigures
 from numba_kv.replay.request import Trace
+from numba_kv.replay.reuse import ReplayReuse, ReusingScheduler, TracePolicy, check_hash_ids, reuse_json
 from numba_kv.replay.schedule import SchedulerOptions
 from numba_kv.replay.scheduler import Scheduler
 
 if TYPE_CHECKING:
     from numba_kv.batch import Batch, Sequence
+    from numba_kv.context import ReuseOptions
     from numba_kv.shared_resources import SharedResources
 
 __all__ = ["ReplayOptions", "ReplayResult", "replay"]
@@ -37,11 +39,14 @@ class ReplayOptions:
         Steps between two audits; 0: one audit at the end.
     progress_every_s : float
         Seconds between two calls of `on_progress`.
+    reuse : ReplayReuse or None
+        Whether prompts begin with what earlier ones left; every request has `hash_ids` then.
     """
 
     chunk: int = 2048
     audit_every: int = 1000
     progress_every_s: float = 0.1
+    reuse: ReplayReuse | None = None
 
     def __post_init__(self) -> None:
         if self.audit_every < 0:
@@ -91,10 +96,21 @@ def replay(
     """
     from numba_kv.batch import Batch
 
-    with Batch(resources) as batch:
-        run = _Run(resources, batch, trace, options or ReplayOptions())
+    chosen = options or ReplayOptions()
+    reuse = None if chosen.reuse is None else _batch_options(chosen.reuse, trace, resources.plan.config.page_tokens)
+    with Batch(resources, reuse=reuse) as batch:
+        run = _Run(resources, batch, trace, chosen)
         run.serve(on_progress)
         return ReplayResult(run.figures(config_name, skipped), run.history)
+
+
+def _batch_options(reuse: ReplayReuse, trace: Trace, page_tokens: int) -> ReuseOptions:
+    from numba_kv.context import ReuseOptions
+    from numba_kv.ledger.reuse.prefix_cache import CacheLimits
+
+    check_hash_ids(trace)
+    policy = TracePolicy(every_blocks=ceil_div(reuse.every_tokens, page_tokens))
+    return ReuseOptions(policy=policy, limits=CacheLimits(max_blocks=reuse.max_blocks))
 
 
 class _Run:
@@ -109,15 +125,17 @@ class _Run:
         self._options = options
         self._groups = [g for g in plan.groups if not g.is_empty]
         full = plan.groups[0]
-        self._scheduler: Scheduler[Sequence] = Scheduler(
-            batch,
-            sorted(trace.requests, key=lambda r: r.arrival_s),
-            SchedulerOptions(
-                chunk=options.chunk,
-                max_batch_tokens=plan.config.max_batch_tokens,
-                page_tokens=None if full.is_empty else full.page_tokens,
-            ),
+        requests = sorted(trace.requests, key=lambda r: r.arrival_s)
+        limits = SchedulerOptions(
+            chunk=options.chunk,
+            max_batch_tokens=plan.config.max_batch_tokens,
+            page_tokens=None if full.is_empty else full.page_tokens,
         )
+        self._scheduler: Scheduler[Sequence]
+        if options.reuse is None:
+            self._scheduler = Scheduler(batch, requests, limits)
+        else:
+            self._scheduler = ReusingScheduler(batch, requests, limits)
         self.history = PageHistory(len(self._groups))
         self._held = [0] * len(self._groups)
         self._mapped = [0] * len(self._groups)
@@ -173,6 +191,8 @@ class _Run:
     def figures(self, config_name: str, skipped: int) -> ReplayFigures:
         """Return what was counted."""
         config, stats = self._plan.config, self._batch.stats
+        reuse = None if self._batch.reuse is None else reuse_json(self._batch)
+        reused = 0 if reuse is None else reuse["reused_tokens"]
         return ReplayFigures(
             target=self._target,
             config=config_name or config.model_type,
@@ -190,7 +210,7 @@ class _Run:
             launches=stats.launches,
             prefill_tokens=self._prefill,
             decode_tokens=self._decode,
-            recomputed_tokens=self._prefill + self._decode - self._trace.input_tokens - self._trace.output_tokens,
+            recomputed_tokens=self._prefill + self._decode + reused - self._trace.input_tokens - self._trace.output_tokens,
             bytes_to_device=stats.bytes_to_device,
             bytes_to_device_steady=stats.steady_bytes_to_device,
             audits=self._audits,
@@ -213,4 +233,5 @@ class _Run:
                 )
                 for g, held, mapped in zip(self._groups, self._held, self._mapped, strict=True)
             ),
+            reuse=reuse,
         )

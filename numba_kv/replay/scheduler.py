@@ -29,13 +29,21 @@ from numba_kv.geometry import ceil_div
 from numba_kv.replay.request import Request
 from numba_kv.replay.schedule import BatchLike, SchedulerOptions, StepOutcome
 
-__all__ = ["Scheduler"]
+__all__ = ["Scheduler", "Waiting"]
 
 S = TypeVar("S")
 
 
-class _Waiting:
-    """A request without a row: at first, or again after it gave way."""
+class Waiting:
+    """A request without a row: at first, or again after it gave way.
+
+    Attributes
+    ----------
+    request : Request
+        What was asked for.
+    prompt, output : int
+        Tokens to be prefilled, and to be generated then.
+    """
 
     __slots__ = ("output", "prompt", "request")
 
@@ -50,7 +58,7 @@ class _Running(Generic[S]):
 
     __slots__ = ("decode_from", "handle", "job", "order", "prompt_left")
 
-    def __init__(self, job: _Waiting, handle: S, order: int) -> None:
+    def __init__(self, job: Waiting, handle: S, order: int) -> None:
         self.job = job
         self.handle = handle
         self.order = order
@@ -92,7 +100,7 @@ class Scheduler(Generic[S]):
                 f"max_batch_tokens: {self._options.max_batch_tokens} is below the batch's {self._num_rows} rows; "
                 "a decode step of every row must fit"
             )
-        self._waiting = deque(_Waiting(r, r.input_tokens, r.output_tokens) for r in requests)
+        self._waiting = deque(Waiting(r, r.input_tokens, r.output_tokens) for r in requests)
         self._running: list[_Running[S]] = []  # by the order they joined
         self._prefilling: deque[_Running[S]] = deque()  # likewise
         self._decoding: dict[S, int] = {}  # handle -> 1, ready to be stepped
@@ -157,13 +165,23 @@ class Scheduler(Generic[S]):
         joining = self._take_joining(freed)
         if not done and not joining:
             return 0, 0
-        handles = self._batch.update(retire=done, admit=[job.prompt for job in joining])
-        for job, handle in zip(joining, handles, strict=True):
+        for job, (handle, begun) in zip(joining, self._change(done, joining), strict=True):
             sequence = _Running(job, handle, self._joined)
+            sequence.prompt_left -= begun
+            self.tokens_held += begun
             self._joined += 1
             self._running.append(sequence)
             self._prefilling.append(sequence)
         return len(done), len(joining)
+
+    def _change(self, done: list[S], joining: list[Waiting]) -> list[tuple[S, int]]:
+        """Let sequences leave and join; return handles of those that join, and how many tokens each begins with."""
+        handles = self._batch.update(retire=done, admit=[job.prompt for job in joining])
+        return [(handle, 0) for handle in handles]
+
+    def _chunk(self, handle: S, tokens: int) -> int:
+        """Return how many of `tokens` a prompt takes in its next step."""
+        return tokens
 
     def _take_done(self) -> tuple[list[S], int]:
         """Return the sequences that leave, and the pages that come free with them (at least)."""
@@ -179,8 +197,8 @@ class Scheduler(Generic[S]):
             self.finished += 1
         return done, freed
 
-    def _take_joining(self, freed: int) -> list[_Waiting]:
-        joining: list[_Waiting] = []
+    def _take_joining(self, freed: int) -> list[Waiting]:
+        joining: list[Waiting] = []
         free_rows = self._num_rows - len(self._running)
         if not self._waiting or not free_rows:
             return joining
@@ -189,7 +207,7 @@ class Scheduler(Generic[S]):
         if bounded:
             # Prompts in work have a claim on their remaining pages, and everybody on one more to decode into.
             claimed = sum(self._pages(s.prompt_left) for s in self._prefilling) + len(self._running)
-            unclaimed = self._batch.free_pages + freed - claimed
+            unclaimed = self._free_pages() + freed - claimed
         while self._waiting and len(joining) < free_rows:
             unclaimed -= self._pages(self._waiting[0].prompt) + 1
             # Alone, a request is tried whatever the count says: if it cannot fit, the batch itself must refuse it.
@@ -197,6 +215,10 @@ class Scheduler(Generic[S]):
                 break
             joining.append(self._waiting.popleft())
         return joining
+
+    def _free_pages(self) -> int:
+        """Return the pages that nobody has to keep."""
+        return self._batch.free_pages
 
     def _pages(self, tokens: int) -> int:
         return ceil_div(tokens, self._options.page_tokens or 1)
@@ -221,7 +243,7 @@ class Scheduler(Generic[S]):
         for sequence in self._prefilling:
             if budget <= 0:
                 break
-            n = min(sequence.prompt_left, budget)
+            n = self._chunk(sequence.handle, min(sequence.prompt_left, budget))
             budget -= n
             counts[sequence.handle] = n
             grants.append((sequence, n))
@@ -231,8 +253,7 @@ class Scheduler(Generic[S]):
         for sequence, n in grants:
             sequence.prompt_left -= n
             if sequence.prompt_left == 0:
-                # Grants go to the oldest first and only the last can be a part, so the finished prompt is in front.
-                self._prefilling.popleft()
+                self._prefilling.remove(sequence)  # in front, but for chunks that end early
                 sequence.decode_from = self._step
                 self._decoding[sequence.handle] = 1
                 heapq.heappush(self._ends, (self._step + sequence.job.output, sequence.order, sequence))
@@ -263,7 +284,7 @@ class Scheduler(Generic[S]):
             heapq.heapify(self._ends)
             generated = self._step - sequence.decode_from
             self.tokens_held -= generated
-            job = _Waiting(job.request, job.prompt + generated, job.output - generated)
+            job = Waiting(job.request, job.prompt + generated, job.output - generated)
         self._is_short = True
         self._batch.update(retire=[sequence.handle], admit=[])
         self._waiting.appendleft(job)

@@ -138,6 +138,11 @@ def figure_rows(figures: ReplayFigures) -> list[tuple[str, str]]:
         ("audits", f"{f.audits:,} ok"),
         ("host time of a step", _latency(f.host)),
     ]
+    if f.reuse is not None:
+        r = f.reuse
+        rows.append(("reused", f"{r['reused_tokens']:,} of {r['looked_up_tokens']:,} prompt tokens ({r['hit_rate']:.1%})"))
+        gone = r["evictions"]
+        rows.append(("evicted", f"{gone['blocks']:,} pages, {gone['copies']:,} copies, {gone['snapshots']:,} states"))
     if f.host_steady.count:
         rows.append(("of a steady step", _latency(f.host_steady)))
     rows.append(("wall time", f"{f.wall_s:.1f} s"))

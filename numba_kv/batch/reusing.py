@@ -1,0 +1,213 @@
+"""ReusingSequences: the calls of a Batch that begin with what others have computed, and leave it to others."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from numba_kv.batch.arguments import at_least_one, one_prompt, prompt_length
+from numba_kv.batch.reuse import BatchReuse
+from numba_kv.batch.reuse_limits import check_reuse
+from numba_kv.batch.sequence import Sequence, start_sequences
+from numba_kv.batch.sequence_moves import SequenceMoves
+from numba_kv.context.options import ReuseOptions
+from numba_kv.errors import InputError
+from numba_kv.ledger.reuse.policy import PublishPolicy
+
+if TYPE_CHECKING:
+    from numba_kv.batch.batch import Batch
+    from numba_kv.ledger.reuse.content import MediaSpan
+
+__all__ = ["ReusingSequences"]
+
+
+class ReusingSequences(SequenceMoves):
+    """Part of Batch: admit a sequence with what is kept of its beginning, and say what it leaves behind."""
+
+    @abstractmethod
+    def update(
+        self, *, retire: Iterable[Sequence] = (), admit: Iterable[Any] = (), adapters: Iterable[str | None] | None = None
+    ) -> list[Sequence]:
+        """Retire and admit several sequences at once."""
+
+    def admit(
+        self,
+        tokens: Any = None,
+        *,
+        num_tokens: int | None = None,
+        adapter: str | None = None,
+        policy: PublishPolicy | None = None,
+        salt: bytes | None = None,
+        rope: bytes | None = None,
+        media: Iterable[MediaSpan] = (),
+    ) -> Sequence:
+        """Give a new sequence a row.
+
+        With `reuse`, a sequence that is admitted by its tokens starts with as much of them as is kept:
+        `Sequence.reused_tokens`. Only the rest is pending. The pages it starts with are read-only, and what it publishes
+        becomes so: a rewind into them copies a page, and the device takes none of them back.
+
+        Parameters
+        ----------
+        tokens : sequence of int, optional
+            Its prompt.
+        num_tokens : int, optional
+            Instead: how many tokens the prompt has. Then nothing is reused and nothing kept.
+        adapter : str, optional
+            Name of the LoRA adapter that the sequence computes with; see `update`.
+        policy : PublishPolicy, optional
+            What the sequence reuses and leaves behind; default: that of the batch's options.
+        salt : bytes, optional
+            A tenant's secret: sequences with different ones share nothing.
+        rope : bytes, optional
+            Which of several rotary tables its positions are turned by; to be given where short and long sequences have
+            different ones.
+        media : iterable of MediaSpan
+            Items that tokens of the prompt stand for.
+
+        Raises
+        ------
+        InputError
+            If neither or both are given, or the prompt is empty or not one-dimensional; if the adapter is not loaded; if
+            `policy`, `salt`, `rope` or `media` are given to a batch without `reuse`, or do not fit.
+        CapacityError
+            If no row is free, or the prompt is longer than a row.
+
+        Stream: enqueues one copy and one kernel; with something to reuse two of each more, one more of each for every block of
+        page ids, and one copy and one kernel for each slab if the last page is used in part.
+        """
+        prompt = one_prompt(tokens, num_tokens)
+        if self.reuse is None:
+            if policy is not None or salt is not None or rope is not None or tuple(media):
+                raise InputError("admit: policy, salt, rope and media are for a Batch that was made with reuse=ReuseOptions()")
+        elif tokens is not None:
+            return self._admit_reusing(self.reuse, tokens, adapter, policy, salt, rope, media)
+        adapters = None if adapter is None else [adapter]
+        return self.update(admit=[prompt], adapters=adapters)[0]
+
+    def note_tokens(self, sequence: Sequence, tokens: Any, media: Iterable[MediaSpan] = ()) -> None:
+        """Say which tokens follow those of a sequence that are known: what was generated, so that it can be kept too.
+
+        Only of use with a policy that publishes "all". A page is published once the sequence is `max_step_tokens` longer, so
+        that drafts can still be taken back, and at its end.
+
+        Parameters
+        ----------
+        sequence : Sequence
+            Admitted by its tokens. `known_tokens` says how many are known; a rewind forgets those behind it.
+        tokens : sequence of int
+            Only tokens that stay; they may be told before the step that appends them.
+        media : iterable of MediaSpan
+            Items that some of them stand for.
+
+        Raises
+        ------
+        InputError, ShapeError, StateError
+            If they are no token ids, the batch has no `reuse`, or nothing is known of the sequence.
+
+        Stream: enqueues nothing.
+        """
+        with self.guard.host:
+            self._reuse_of("note_tokens").extend(self._named(sequence, "note_tokens"), tokens, media)
+
+    def known_tokens(self, sequence: Sequence) -> int:
+        """Return how many first tokens of a sequence the batch knows; 0 if it was not admitted by its tokens."""
+        with self.guard.host:
+            return self._reuse_of("known_tokens").known_tokens(self._named(sequence, "known_tokens"))
+
+    def prefill_chunk(self, sequence: Sequence, limit: int | None = None) -> int:
+        """Return how many pending tokens of a sequence the next step should append: `limit`, or less to end at a point.
+
+        Parameters
+        ----------
+        limit : int, optional
+            Most tokens; default all that are pending.
+
+        Raises
+        ------
+        InputError, StateError
+            If `limit` is not positive or `sequence` not active.
+        """
+        with self.guard.host:
+            row = self._row_of(sequence, "prefill_chunk")
+            length = self._exact_length(row, "prefill_chunk")
+            pending = max(0, sequence.prompt_tokens - length)
+            count = pending if limit is None else min(pending, at_least_one("limit", limit))
+            return count if self.reuse is None else self.reuse.chunk(sequence, length, count)
+
+    def publish(self) -> None:
+        """Publish what earlier steps have appended and policies allow. Calls that step, admit or retire do so by themselves.
+
+        Raises
+        ------
+        InputError
+            If the batch has no `reuse`.
+
+        Stream: enqueues one copy and one kernel, if anything is new; see `admit`.
+        """
+        self._reuse_of("publish")
+        self._publish_due()
+
+    def _open_reuse(self, options: ReuseOptions | None, index: int, scrub: str) -> None:
+        """Make what the calls of this class need."""
+        if options is not None:
+            if not isinstance(options, ReuseOptions):
+                raise InputError(f"reuse: {options!r} is not a ReuseOptions")
+            check_reuse(self.plan, index, scrub)
+            kept_states = self.resources.cache_managers[index].kept_states
+            self.reuse = BatchReuse(options, self.stepper, self._placement, kept_states)
+            self.stepper.taken_back = self.reuse.taken_back
+
+    def _publish_due(self) -> None:
+        # An error of the call that follows does not undo it.
+        if self.reuse is not None and self.reuse.due:
+            with self.guard:
+                self.reuse.publish_due()
+
+    def _admit_reusing(
+        self,
+        reuse: BatchReuse,
+        tokens: Any,
+        adapter: str | None,
+        policy: PublishPolicy | None,
+        salt: bytes | None,
+        rope: bytes | None,
+        media: Iterable[MediaSpan],
+    ) -> Sequence:
+        self._publish_due()
+        with self.guard:
+            chosen = reuse.policy if policy is None else policy
+            if not isinstance(chosen, PublishPolicy):
+                raise InputError(f"policy: {policy!r} is not a PublishPolicy")
+            content = reuse.content(tokens, media)
+            prompt_length(content.num_tokens, self.plan.config.max_kv_cache_capacity)
+            reuse.identity(None, salt, rope)
+            reuse.check_rope(chosen, rope)
+            self._check_rows(1)
+            first = self.stepper.ledger.admitted + 1
+            held = self._adapters.hold([adapter], 1)
+            try:
+                row, context = reuse.admit(reuse.identity(held[0], salt, rope), content, chosen)
+            except BaseException:
+                self._adapters.release(held)
+                raise
+            batch: Batch = self  # type: ignore[assignment]
+            made = start_sequences(batch, self._sequences, [row], [content.num_tokens], first)
+            made[0].reused_tokens = int(self.stepper.ledger.lo[row])
+            reuse.start(made[0], context)
+            if adapter is not None:
+                self._adapters.start(made, held)
+            if self._adapters.in_use:
+                self._adapters.follow(self._sequences)
+            return made[0]
+
+    def _reuse_of(self, call: str) -> BatchReuse:
+        if self.reuse is None:
+            raise InputError(f"{call}: the batch was made without reuse; pass reuse=ReuseOptions() to Batch")
+        return self.reuse
+
+    def _named(self, sequence: Any, call: str) -> Sequence:
+        self._row_of(sequence, call)
+        named: Sequence = sequence
+        return named

@@ -1,0 +1,48 @@
+"""ReuseOptions: whether and how a batch keeps what it has computed for sequences that begin alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from numba_kv.errors import InputError
+from numba_kv.ledger.reuse.block_hash import BlockHash
+from numba_kv.ledger.reuse.events import BlockEvent
+from numba_kv.ledger.reuse.policy import PublishPolicy
+from numba_kv.ledger.reuse.prefix_cache import CacheLimits
+
+__all__ = ["ReuseOptions"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReuseOptions:
+    """What `Batch` takes as `reuse`.
+
+    Attributes
+    ----------
+    policy : PublishPolicy
+        Of sequences that are admitted without one.
+    limits : CacheLimits
+        How much is kept.
+    weights : bytes
+        Digest of the weights; ``b""`` where what is kept never leaves the process.
+    scales : bytes or None
+        Digest of KV scales that are fixed for the model (FP8).
+    naming : BlockHash or None
+        Names blocks, for events; None: they have no names.
+    on_event : callable or None
+        Is told of blocks that come and go.
+    """
+
+    policy: PublishPolicy = field(default_factory=PublishPolicy)
+    limits: CacheLimits = field(default_factory=CacheLimits)
+    weights: bytes = b""
+    scales: bytes | None = None
+    naming: BlockHash | None = None
+    on_event: Callable[[BlockEvent], None] | None = None
+
+    def __post_init__(self) -> None:
+        for name, kind in (("policy", PublishPolicy), ("limits", CacheLimits)):
+            value = getattr(self, name)
+            if not isinstance(value, kind):
+                raise InputError(f"{name}: {value!r} is not a {kind.__name__}")
