@@ -166,10 +166,10 @@ class Batch(ReusingSequences):
             capacity = self.plan.config.max_kv_cache_capacity
             prompts = [p if type(p) is int and 0 < p <= capacity else prompt_length(p, capacity) for p in admitted]
             self._check_rows(len(prompts), len(leaving))
+            held = None if adapters is None else self._adapters.hold(adapters, len(prompts))
             if not leaving and not prompts:
                 return []
             first, active = self.stepper.ledger.admitted + 1, self._sequences
-            held = None if adapters is None else self._adapters.hold(adapters, len(prompts))
             try:
                 if self.reuse is not None:
                     self.reuse.publish_last(retired)
@@ -391,6 +391,7 @@ class Batch(ReusingSequences):
         """
         with self.guard:
             self.stepper.learn()
+            self._adapters.audit(self._sequences)
             if self.stepper.launches.states is not None:
                 self.stepper.launches.states.audit(self.stepper.ledger.live)
             return audit_batch(self.stepper.ledger, self._buffers, None if self.reuse is None else self.reuse.cache)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
-from numba_kv.errors import InputError
+from numba_kv.errors import InputError, InvariantError
 
 if TYPE_CHECKING:
     from numba_kv.weights import LoRAManager
@@ -65,8 +65,8 @@ class RowAdapters:
     def release(self, held: Iterable[LoRAAdapter | None]) -> None:
         """Give back what `hold` returned."""
         for adapter in held:
-            if adapter is not None and self._manager is not None and not self._manager.is_closed:
-                self._manager.release(adapter)
+            if adapter is not None and self._manager is not None:
+                self._manager.let_go(adapter)
 
     def start(self, holders: Iterable[_Holder], held: Iterable[LoRAAdapter | None]) -> None:
         """Give each sequence the adapter that was held for it."""
@@ -89,6 +89,20 @@ class RowAdapters:
                 before, holder.adapter = holder.adapter, self._again(adapter)
                 self.release([before])
 
+    def audit(self, sequences: Mapping[int, _Holder]) -> None:
+        """Check that every row computes with the adapter of the sequence in it.
+
+        Raises
+        ------
+        InvariantError
+            Naming the first row that does not, as after `LoRAManager.assign` beside the batch.
+        """
+        if self.in_use and self._manager is not None and not self._manager.is_closed:
+            for row, adapter in enumerate(self._manager.rows):
+                expected = sequences[row].adapter if row in sequences else None
+                if adapter != expected:
+                    raise InvariantError(f"adapter_ids[{row}]: {adapter} is there, {expected} is the sequence's")
+
     def follow(self, sequences: Mapping[int, _Holder]) -> None:
         """Tell the device which row has which adapter. Stream: enqueues one copy if any changed."""
         if self.in_use and self._manager is not None and not self._manager.is_closed:
@@ -98,10 +112,10 @@ class RowAdapters:
     def _of(self, name: Any) -> LoRAAdapter:
         if not isinstance(name, str):
             raise InputError(f"adapters: {name!r} is neither the name of an adapter nor None")
-        return self._manager.acquire(name)  # type: ignore[union-attr]
+        return self._manager.hold(name)  # type: ignore[union-attr]
 
     def _again(self, adapter: LoRAAdapter | None) -> LoRAAdapter | None:
         """Hold an adapter that is held already once more: the same bytes, whatever its name means now."""
-        if adapter is not None and self._manager is not None:
-            self._manager.retain(adapter)
-        return adapter
+        if adapter is None or self._manager is None or self._manager.is_closed:
+            return None
+        return self._manager.hold(adapter)

@@ -84,6 +84,10 @@ class KVSnapshot(Unique):
         """Return the first position that is there of attention layer `layer`."""
         return self._firsts[self._home(layer)[0].index]
 
+    def first_of(self, group: int) -> int:
+        """Return the first position that is there of window group `group`."""
+        return self._firsts[group]
+
     def kv(self, layer: int) -> Tensor:
         """Return K and V of attention layer `layer`: [2, stop - first, H, D], in the element type of the pools.
 
@@ -224,7 +228,13 @@ class RowSnapshots:
         full = stepper.plan.groups[0]
         if not full.is_empty:
             self._placement.extend(row, ceil_div(stop, full.page_tokens), f"the restored range [{start}, {stop})")
-        begins = [mapped_pages(g.window, g.page_tokens, g.ring, start, stop - start)[0] for g in stepper.plan.groups]
+        begins = []
+        for group in stepper.plan.groups:
+            begin = mapped_pages(group.window, group.page_tokens, group.ring, start, stop - start)[0]
+            held = snapshot.first_of(group.index)
+            if held > start:  # pages below it were not captured, and are not there
+                begin = max(begin, held // group.page_tokens)
+            begins.append(begin)
         peak = max(int(ledger.high_water[row]), snapshot.high_water)
         ledger.set_base(row, snapshot.base)
         self._placement.place(row, stop, peak, np.array(begins, np.int64))
@@ -234,7 +244,9 @@ class RowSnapshots:
     def _copy(self, snapshot: KVSnapshot, row: int, *, out: bool) -> None:
         stream = self._stepper.device.stream
         snapshot.wait(stream)
-        for group, slab, first, count, at in snapshot.slabs:
+        # Slabs of this batch: where their pages lie depends on how many there are, which a snapshot does not.
+        own = [(group, slab) for group in self._stepper.plan.groups for slab in group.slabs]
+        for (group, slab), (_, _, first, count, at) in zip(own, snapshot.slabs, strict=True):
             self._copies.tokens(group, slab, snapshot.memory, at, row, first, count, out=out)
             self._stepper.stats.launches += bool(count)
         states = self._stepper.launches.states

@@ -40,6 +40,7 @@ class StepRope:
     row_sets : tuple of Tensor or None
         int32 [B] of each table with several row sets: which one each row reads (`RopeTable.set_index`). Those of a multimodal
         table start as one a row; those of a table with short and long factors as -1, which reads zeros, until they are set.
+        One memory for all of a model: another StepRope starts them again.
 
     Raises
     ------

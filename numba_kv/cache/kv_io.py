@@ -136,6 +136,7 @@ class KVIO(Unique):
         """
         with self._guard:
             group = self._caches.storage(layer).group
+            self._check_step(view)
             try:
                 slots, tokens = view.slot_mapping[group], view.num_tokens
             except (AttributeError, IndexError):
@@ -194,6 +195,7 @@ class KVIO(Unique):
         """
         with self._guard:
             storage, pool = self._caches.storage(layer), self._caches.kv(layer)
+            self._check_step(view)
             try:
                 slots, tokens, rows = view.slot_mapping[storage.group], view.num_tokens, view.positions
             except (AttributeError, IndexError):
@@ -313,6 +315,11 @@ class KVIO(Unique):
         self._scales.close()
         for tensor in (self._every_row, self._from_start, self._found):
             tensor._memory.close(self._device.stream)
+
+    def _check_step(self, view: object) -> None:
+        """Refuse the step of another model; what is no StepView, but has its arrays, is taken at its word."""
+        if getattr(view, "_buffers", self._caches.step_buffers) is not self._caches.step_buffers:
+            raise InputError(f"view: {view!r} is not a step of this model; Batch.step returns one")
 
     def _own(self, layer: int) -> None:
         owner = self._caches.storage(layer).owner

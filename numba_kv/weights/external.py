@@ -232,7 +232,7 @@ class ExternalWeightManager:
             self._give_back(memory)
 
     def _check_planned(self, nbytes: int) -> None:
-        planned = self._planned_nbytes
+        planned = None if self._planned_nbytes is None else round_up(self._planned_nbytes, _ALIGNMENT)
         if planned is not None and nbytes > planned:
             raise CapacityError(
                 f"external weights: {nbytes} bytes are to be loaded, {planned} are planned; "

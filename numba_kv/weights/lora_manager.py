@@ -313,22 +313,30 @@ class LoRAManager:
             self._slots.acquire(adapter.slot)
             return adapter
 
-    def retain(self, adapter: LoRAAdapter) -> None:
-        """Keep an adapter's bytes once more: as `acquire`, but for bytes and not for a name.
+    def hold(self, adapter: str | LoRAAdapter) -> LoRAAdapter:
+        """Keep an adapter's bytes until `let_go`, for a batch: counted apart from `acquire`, so that nobody else gives it back.
 
         Raises
         ------
-        StateError
-            If the bytes are gone.
+        InputError, StateError
+            If no adapter is loaded under the name, or the bytes are gone.
 
         Stream: host only.
         """
         with self._lock:
             self._check_open()
-            self._slots.acquire(self._slots.slot_of(adapter))
+            found = self._slots.held[self._slots.slot_of(adapter)]
+            self._slots.hold(found.slot)
+            return found
+
+    def let_go(self, adapter: LoRAAdapter) -> None:
+        """Give back what `hold` kept; after `close` nothing is left to give. Stream: host only."""
+        with self._lock:
+            if not self._closed:
+                self._slots.let_go(adapter.slot)
 
     def release(self, adapter: LoRAAdapter) -> None:
-        """Give back what `acquire` or `retain` kept.
+        """Give back what `acquire` returned.
 
         Raises
         ------

@@ -80,6 +80,7 @@ class SlotTable:
         self._max_adapters = max_adapters
         self._free = list(range(num_slots - 1, 0, -1))  # the lowest is at the end
         self._acquired = [0] * num_slots
+        self._holds = [0] * num_slots
         self._history: dict[str, tuple[int, bytes]] = {}
 
     def of(self, name: object) -> LoRAAdapter:
@@ -115,7 +116,7 @@ class SlotTable:
     def users(self, slot: int) -> int:
         """Return how many rows, acquisitions and views use a slot."""
         viewed = self.active is not None and self.active.slot == slot
-        return self.row_slots.count(slot) + self._acquired[slot] + viewed
+        return self.row_slots.count(slot) + self._acquired[slot] + self._holds[slot] + viewed
 
     def take(self, name: str) -> int:
         """Take a free slot for new bytes of `name`.
@@ -183,7 +184,8 @@ class SlotTable:
             viewed = self.active is not None and self.active.slot == adapter.slot
             raise StateError(
                 f"adapter {adapter.name!r} is in use by rows {rows[:8]}{'...' if len(rows) > 8 else ''}, "
-                f"{self._acquired[adapter.slot]} acquisitions{' and the view' if viewed else ''}; assign or release them first"
+                f"{self._holds[adapter.slot]} sequences, {self._acquired[adapter.slot]} acquisitions"
+                f"{' and the view' if viewed else ''}; assign, retire or release them first"
             )
         del self.named[adapter.name]
         self._free_if_unused(adapter.slot)
@@ -191,6 +193,15 @@ class SlotTable:
     def acquire(self, slot: int) -> None:
         """Count a user of a slot."""
         self._acquired[slot] += 1
+
+    def hold(self, slot: int) -> None:
+        """Count a sequence of a batch that computes with a slot."""
+        self._holds[slot] += 1
+
+    def let_go(self, slot: int) -> None:
+        """Count such a sequence less."""
+        self._holds[slot] -= 1
+        self._free_if_unused(slot)
 
     def release(self, adapter: LoRAAdapter) -> None:
         """Count a user less.

@@ -149,3 +149,32 @@ def test_what_is_refused(batch: kv.Batch) -> None:
         with pytest.raises(kv.InputError, match="'a' given, but the model takes none"):
             other.admit(num_tokens=1, adapter="a")
         assert other.update(admit=[1], adapters=[None])[0].adapter is None
+
+
+def test_holds_of_a_batch_are_its_own(batch: kv.Batch) -> None:
+    sequence = batch.admit(num_tokens=2, adapter="a")
+    assert sequence.adapter is not None
+    with pytest.raises(kv.StateError, match="was not acquired"):
+        lora(batch).release(sequence.adapter)
+    lora(batch).assign({sequence.row: None})
+    with pytest.raises(kv.InvariantError, match=r"adapter_ids\[0\]"):
+        batch.audit()
+    with pytest.raises(kv.StateError, match="1 sequences"):
+        lora(batch).unload("a")
+    child = batch.fork(sequence)
+    assert child.adapter == sequence.adapter
+    batch.audit()
+    with pytest.raises(kv.InputError, match="1 given for 0"):
+        batch.update(adapters=["a"])
+
+
+def test_a_manager_that_is_closed_ends_no_batch(batch: kv.Batch) -> None:
+    sequence = batch.admit(num_tokens=2, adapter="a")
+    lora(batch).close()
+    child = batch.fork(sequence)
+    assert child.adapter is None
+    batch.retire(sequence)
+    with pytest.raises(kv.StateError, match="closed"):
+        batch.admit(num_tokens=1, adapter="a")
+    assert batch.sequences == [child]
+    batch.close()

@@ -230,3 +230,57 @@ def test_states_follow_a_new_order() -> None:
         found = [states.state("recurrent_state", 0)[int(index[s.row])].to_host().astype(np.float32) for s in sequences]
         assert [set(np.unique(values)) for values in found] == [{3}, {3}, {1}]
         batch.audit()
+
+
+@pytest.mark.parametrize("rows", [(2, 4), (4, 2)])
+def test_resources_with_other_pools_take_a_snapshot(rows: tuple[int, int]) -> None:
+    """Layers lie elsewhere where pools have more pages, or fewer: nothing but the restored row is written."""
+    configs = [tiny_config(None, None, 6, max_batch_size=n, kv_cache_dtype="float32") for n in rows]
+    with (
+        kv.SharedResources.create_for_llm(configs[0]) as source,
+        kv.SharedResources.create_for_llm(configs[1]) as target,
+        kv.Batch(source) as one,
+        kv.Batch(target) as other,
+        kv.KVIO(source.cache_managers[0]) as io,
+        kv.KVIO(target.cache_managers[0]) as target_io,
+    ):
+
+        def fill(batch: kv.Batch, writer: kv.KVIO, sequence: kv.Sequence, value: float) -> None:
+            view = batch.step({sequence: 8})
+            for layer in range(3):
+                array = batch.resources.device.tensor((8, 1, 8), kv.dtype("float32"))
+                array.fill_from(np.full((8, 1, 8), value + layer, np.float32))
+                writer.write(layer, array, array, view)
+
+        first = one.admit(num_tokens=8)
+        fill(one, io, first, 1)
+        with one.capture_kv(first, 0, 8) as snapshot:
+            restored, *others = other.update(admit=[8] * rows[1])
+            for sequence in others:
+                fill(other, target_io, sequence, 50)
+            other.restore_kv(restored, snapshot)
+        other.audit()
+        for layer, low in ((0, 0), (1, 0), (2, 3)):
+            k, v = (target.device.tensor((rows[1], 8, 1, 8), kv.dtype("float32")) for _ in range(2))
+            target_io.gather(layer, k, v, target.cache_managers[0].lengths)
+            for sequence in (restored, *others):
+                value = (1 if sequence is restored else 50) + layer
+                for found in (k, v):
+                    assert (found.to_host()[sequence.row, low:] == value).all()
+
+
+def test_a_window_page_that_was_not_captured_is_not_mapped() -> None:
+    """After a rewind a ring holds less than a fresh sequence of that length would map."""
+    config = tiny_config(8, max_step_tokens=4, kv_cache_dtype="float32")
+    with kv.SharedResources.create_for_llm(config) as resources, kv.Batch(resources) as batch:
+        long = batch.admit(num_tokens=32)
+        batch.step({long: 32})
+        batch.rewind({long: 4})
+        with batch.capture_kv(long, 0, 28) as snapshot:
+            other = batch.admit(num_tokens=30)
+            batch.restore_kv(other, snapshot)
+            table = resources.cache_managers[0].step_buffers.page_tables[1].to_host()[other.row, 0]
+            assert np.flatnonzero(table >= 0)[0] * 4 == snapshot.first(0) == 16
+        batch.audit()
+        batch.step({other: 2})
+        batch.audit()

@@ -221,3 +221,18 @@ def test_closing_the_resources_closes_both() -> None:
             with pytest.raises(StateError, match="closed"):
                 batch.step(1)
             batch.close()
+
+
+def test_a_step_of_the_draft_is_none_of_the_base() -> None:
+    base = tiny_config(None, 6, max_kv_cache_capacity=48, max_batch_tokens=96)
+    draft = tiny_config(None, 5, max_kv_cache_capacity=51, max_batch_tokens=96)
+    with (
+        kv.SharedResources.create_for_spec_decode(pair(steps=3, base=base, draft=draft), 2) as resources,
+        kv.Batch(resources, index=1) as drafts,
+        kv.KVIO(resources.cache_managers[0]) as io,
+    ):
+        view = drafts.step({drafts.admit(num_tokens=4): 4})
+        array = resources.device.tensor((4, 1, 8), kv.dtype("bfloat16"))
+        for call in (lambda: io.write(0, array, array, view), lambda: io.write_rotated(0, None, array, array, view, None)):
+            with pytest.raises(kv.InputError, match="not a step of this model"):
+                call()
