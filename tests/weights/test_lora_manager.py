@@ -221,7 +221,7 @@ def test_versions_count_changes_also_over_an_unload(lora: LoRAManager) -> None:
 def test_what_is_in_use_cannot_be_unloaded(lora: LoRAManager) -> None:
     lora.load("fr", reference(pairs(Q)))
     lora.assign({2: "fr"})
-    with pytest.raises(StateError, match=r"'fr' is in use by rows \[2\], 0 sequences, 0 acquisitions; assign, retire or release"):
+    with pytest.raises(StateError, match=r"'fr' is in use by rows \[2\], 0 sequences, 0 acquisitions; assign, retire"):
         lora.unload("fr")
     held = lora.acquire("fr")
     lora.assign({2: None})
