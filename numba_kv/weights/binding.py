@@ -9,11 +9,14 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from operator import index
+from typing import TypeVar
 
 from numba_kv.dtypes import DType, dtype
-from numba_kv.errors import ConfigError, WeightError
+from numba_kv.errors import ConfigError, InputError, WeightError
 
 __all__ = ["ROLES", "Shard", "WeightBinding", "WeightInput", "check_bindings"]
+
+Item = TypeVar("Item")
 
 #: Weights that are not inputs of the engine alone, and the names that mean the same. At most one each.
 ROLES = {"embedding": "__embedding__", "ple_embedding": "__ple_embedding__"}
@@ -157,6 +160,23 @@ class WeightBinding:
         return self.name not in ROLES.values()
 
 
+def list_of(name: str, given: object, kind: type[Item]) -> list[Item]:
+    """Return an iterable of `kind` as a list.
+
+    Raises
+    ------
+    InputError
+        If it is something else; it names the argument.
+    """
+    if isinstance(given, (str, bytes)) or not isinstance(given, Iterable):
+        raise InputError(f"{name}: {given!r} is not a list of {kind.__name__}")
+    found = list(given)
+    wrong = next((item for item in found if not isinstance(item, kind)), None)
+    if wrong is not None or None in found:
+        raise InputError(f"{name}: {wrong!r} is not a {kind.__name__}")
+    return found
+
+
 def check_bindings(bindings: Iterable[WeightBinding]) -> list[WeightBinding]:
     """Return the bindings once names, roles and aliases are sound.
 
@@ -165,7 +185,7 @@ def check_bindings(bindings: Iterable[WeightBinding]) -> list[WeightBinding]:
     WeightError
         If a name or role is there twice, or an alias names itself, another alias, nothing, or a weight that differs.
     """
-    found = list(bindings)
+    found = list_of("bindings", bindings, WeightBinding)
     by_name: dict[str, WeightBinding] = {}
     roles: dict[str, str] = {}
     for binding in found:

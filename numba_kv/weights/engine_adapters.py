@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from numba_kv.config import LLMEngineConfig
-from numba_kv.errors import ConfigError
+from numba_kv.errors import ConfigError, InputError
 from numba_kv.plan import lora_layout
 from numba_kv.weights.lora_manager import LoRAManager
 
@@ -25,6 +25,8 @@ def adapters_to_load(config: LLMEngineConfig, lora_weights_map: Mapping[str, str
     ConfigError
         If there are some and `config` takes none.
     """
+    if not isinstance(lora_weights_map, (Mapping, type(None))):
+        raise InputError(f"lora_weights_map: {type(lora_weights_map).__name__} is not a mapping of names to paths")
     adapters = {name: path for name, path in (lora_weights_map or {}).items() if path}
     if adapters and lora_layout(config) is None:
         raise ConfigError(

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Protocol
 
 from numba_kv.device import Device, Memory, Tensor
 from numba_kv.device.graph import is_capturing
-from numba_kv.errors import CapacityError, StateError, WeightError
+from numba_kv.errors import CapacityError, InputError, StateError, WeightError
 from numba_kv.geometry import round_up
-from numba_kv.weights.binding import WeightBinding, WeightInput, check_bindings
+from numba_kv.weights.binding import WeightBinding, WeightInput, check_bindings, list_of
 from numba_kv.weights.checkpoint import Checkpoint
 from numba_kv.weights.recipes import assemble
 from numba_kv.weights.upload import STAGING_NBYTES, Progress, Segment, Uploader
@@ -299,14 +299,16 @@ def bindings_of(
     WeightError
         If a required name is missing, a tied one has a tensor of its own, or its target does not exist.
     """
-    missing = tuple(name for name in required if name not in checkpoint)
+    missing = tuple(name for name in list_of("required", required, str) if name not in checkpoint)
+    if not isinstance(tied, (Mapping, type(None))):
+        raise InputError(f"tied: {tied!r} is not a mapping of names to names")
     if missing:
         raise WeightError(f"required: {', '.join(map(repr, missing))} missing from {checkpoint!r}", missing=missing)
     found = [WeightBinding(name=e.name, shape=e.shape, dtype=e.dtype) for e in checkpoint.tensors.values()]
     for name, target in (tied or {}).items():
         if name in checkpoint:
             raise WeightError(f"tied: {name!r} has a tensor of its own in {checkpoint.file_of(name).path}")
-        if target not in checkpoint:
+        if not isinstance(target, str) or target not in checkpoint:
             raise WeightError(f"tied: {name!r} shares the memory of {target!r}, which is missing", missing=(target,))
         entry = checkpoint.tensors[target]
         found.append(WeightBinding(name=name, shape=entry.shape, dtype=entry.dtype, storage_alias_of=target))
@@ -315,7 +317,7 @@ def bindings_of(
 
 def _compare(inputs: Iterable[WeightInput], bindings: Iterable[WeightBinding]) -> None:
     wanted: dict[str, WeightInput] = {}
-    for item in inputs:
+    for item in list_of("inputs", inputs, WeightInput):
         if wanted.setdefault(item.name, item) is not item:
             raise WeightError(f"inputs: {item.name!r} is declared twice")
     given = {binding.name: binding for binding in bindings if binding.is_input}

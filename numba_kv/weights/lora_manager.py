@@ -368,6 +368,8 @@ class LoRAManager:
         """
         with self._lock:
             self._check_ready()
+            if not isinstance(rows, Mapping):
+                raise InputError(f"rows: {type(rows).__name__} is not a mapping of rows to adapters")
             wanted = list(self._slots.row_slots)
             for row, adapter in rows.items():
                 wanted[self._row(row)] = self._slots.slot_of(adapter)

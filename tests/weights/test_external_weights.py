@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -16,7 +17,7 @@ import safetensors.numpy
 from numba_kv.bindings import TensorMap
 from numba_kv.device import Device, Memory, Tensor, create_device
 from numba_kv.dtypes import dtype
-from numba_kv.errors import CapacityError, NumbaKVError, StateError, UnsupportedModelError, WeightError
+from numba_kv.errors import CapacityError, InputError, NumbaKVError, StateError, UnsupportedModelError, WeightError
 from numba_kv.weights import ExternalWeightManager, Shard, Uploader, WeightBinding, WeightInput
 from numba_kv.weights.recipes import RECIPES, UNSUPPORTED_RECIPES
 from tests.helpers.weight_files import KINDS, Taker, values, write, write_shards
@@ -621,3 +622,24 @@ def test_the_benchmark_of_loading_runs(tmp_path: Path) -> None:
     assert found["nbytes"] > 1 << 20  # the tensors and the header
     assert found["ratio"] > 0
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"bindings": 5}, "bindings: 5 is not a list of WeightBinding"),
+        ({"bindings": [5]}, "bindings: 5 is not a WeightBinding"),
+        ({"tied": 5}, "tied: 5 is not a mapping"),
+        ({"tied": ["a"]}, "tied: .* is not a mapping"),
+        ({"required": "zq"}, "required: 'zq' is not a list of str"),
+        ({"required": [None]}, "required: None is not a str"),
+        ({"inputs": 5}, "inputs: 5 is not a list of WeightInput"),
+        ({"inputs": [5]}, "inputs: 5 is not a WeightInput"),
+    ],
+)
+def test_arguments_that_are_no_lists(tmp_path: Path, manager: ExternalWeightManager, arguments: Any, message: str) -> None:
+    path = tmp_path / "model.safetensors"
+    write(path, {"a": np.ones(4, np.float32)})
+    with pytest.raises(InputError, match=message):
+        manager.load(path, **arguments)
+    assert (manager.state, manager.nbytes) == ("constructed", 0)
