@@ -242,12 +242,12 @@ class Stepper:
         if not partial:
             self._check_capacity(counts * steps)
         wanted = self._wanted(counts, steps)
+        stride = max(1, self.plan.config.max_batch_tokens // total)  # steps whose pages one block holds
         if partial:
             fitting = bisect.bisect_left(range(steps), True, key=lambda n: self._is_short(self._wanted(counts, n + 1)))
             wanted = self._wanted(counts, fitting)
-        else:
-            find_leases(self.ledger, wanted)  # a refusal comes before the first block is sent
-        stride = max(1, self.plan.config.max_batch_tokens // total)  # steps whose pages one block holds
+        elif steps > stride:
+            find_leases(self.ledger, wanted)  # a refusal comes before the first of several blocks is sent
         for part in (*range(stride, steps, stride), steps):
             self.stats.page_blocks += self._prepare(counts, np.minimum(wanted, counts * part))
         self._start_change()
