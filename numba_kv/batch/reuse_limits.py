@@ -27,8 +27,8 @@ def check_reuse(plan: MemoryPlan, index: int, scrub: str) -> None:
     config = plan.config
     if len(plan.groups) > 1 and not config.kept_window_pages:
         raise ConfigError(
-            "kept_window_pages: 0, but the model has windows, and what is reused of them is a copy; plan with some, at least a "
-            "window's pages for each prefix that is to be kept"
+            "kept_window_pages: 0, but the model has windows, and what is reused of them is a copy; make the configuration "
+            "with some (dataclasses.replace), at least a window's pages for each prefix that is to be kept"
         )
     if config.num_recurrent_layers and not config.kept_states:
         raise ConfigError(
