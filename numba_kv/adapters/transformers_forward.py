@@ -57,7 +57,7 @@ class ForwardSteps:
         self._running, self._mask = False, None
         if not self._is_incomplete:
             return
-        reached, step = max(self._done), self._step
+        reached, step = max(self._done, default=-1), self._step
         if has_failed and step is not None:
             try:
                 self._take_back(step)
@@ -91,8 +91,9 @@ class ForwardSteps:
         elif (k.shape[0], k.shape[2]) != (step.rows, step.tokens):
             given, wanted = [k.shape[0], k.shape[2]], [step.rows, step.tokens]
             raise ShapeError(f"key_states: rows and tokens {given} in layer {layer}, {wanted} in the layers before it")
+        moved = self._kv.move(layer, k, v, step)
         self._done.add(layer)
-        return self._kv.move(layer, k, v, step)
+        return moved
 
     def length(self, layer: int) -> int:
         """Return the padded length of a layer: less in those that the current forward has yet to reach."""
@@ -144,7 +145,11 @@ class ForwardSteps:
         self._is_of_model = self._running
         self._step = step
         self._done.clear()
-        self._kv.begin(step, self.rows.offsets)
+        try:
+            self._kv.begin(step, self.rows.offsets)
+        except BaseException:
+            self.stop(has_failed=True)
+            raise
         return step
 
     def _pads(self, rows: int, tokens: int) -> NDArray[np.int64] | None:
@@ -184,6 +189,6 @@ class ForwardSteps:
         """Refuse to go on behind a forward that not all layers have seen, unless its tokens are among the `removed` ones."""
         problem, step = self._problem, self._step
         if not problem and step is not None and self._done != self._owners and removed < step.tokens:
-            problem = f"a forward ended behind layer {max(self._done)}, and the layers after it lack its tokens"
+            problem = f"a forward ended behind layer {max(self._done, default=-1)}, and the layers after it lack its tokens"
         if problem:
             raise StateError(f"the cache cannot go on: {problem}; call reset()")

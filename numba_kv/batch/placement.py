@@ -47,7 +47,7 @@ class RowPlacement:
         """
         self._stepper.begin()
         ledger = self._stepper.ledger
-        self.copies.prepare()
+        self._prepare_forks()
         fresh = count * plan_fork(ledger, parent).is_partial
         self._free_pages(find_room(ledger, fresh, f"a fork of {int(ledger.hi[parent])} tokens"))
         rows = self._stepper.update([], [int(ledger.prompt[parent])] * count)
@@ -73,7 +73,7 @@ class RowPlacement:
         forks = [(parent, row) for row, parent in parents.items() if heirs[parent] != row]
         sources = {row: parent for parent, row in heirs.items()}
         if forks:
-            self.copies.prepare()
+            self._prepare_forks()
             leaving = [row for row in parents if row not in heirs]
             fresh = sum(plan_fork(ledger, parent).is_partial for parent, _ in forks)
             self._free_pages(find_room(ledger, fresh, "the new order", leaving=leaving))
@@ -83,6 +83,12 @@ class RowPlacement:
         order = completed(sources, len(ledger.live))
         if (order != np.arange(len(order))).any():
             self._stepper.permute(order)
+
+    def _prepare_forks(self) -> None:
+        """Make what copies of pages and of states need, before anything changes."""
+        self.copies.prepare()
+        if self._stepper.launches.states is not None:
+            self._stepper.launches.states.prepare()
 
     def _fill(self, forks: list[tuple[int, int]]) -> None:
         """Make fresh rows what their parents are: (parent, row) pairs. The pool has the pages."""

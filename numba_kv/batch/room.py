@@ -58,7 +58,9 @@ class BatchRoom(Unique, ABC):
         full = self.plan.groups[0]
         if number > self.plan.config.max_kv_cache_capacity or not self.free_rows:
             return False
-        return full.is_empty or ceil_div(number, full.page_tokens) <= self.free_pages + self.evictable_pages
+        missing = 0 if full.is_empty else ceil_div(number, full.page_tokens) - self.free_pages
+        kept = self.stepper.ledger.kept
+        return missing <= 0 or (kept is not None and kept.can_free(missing))
 
     def _check_rows(self, wanted: int, leaving: int = 0) -> None:
         """Raise CapacityError if `wanted` sequences have no row when `leaving` have left theirs."""

@@ -17,6 +17,7 @@ from numba_kv.batch.swap import RowSwaps
 from numba_kv.batch.swapped import SwappedSequence
 from numba_kv.cache.kv_dense import DenseCopies
 from numba_kv.cache.kv_moves import TokenMoves
+from numba_kv.cache.kv_operands import check_aligned
 from numba_kv.cache.kv_scrub import PageScrubber
 from numba_kv.device.interop import as_tensor
 from numba_kv.errors import CapacityError, InputError, ShapeError, StateError
@@ -321,9 +322,13 @@ class SequenceMoves(HostlessSteps):
             tensor = as_tensor(device, nodes, "nodes")
             if tensor.dtype.name != "int32" or tensor.ndim != 2 or tensor.shape[0] != rows or not tensor.is_contiguous:
                 raise ShapeError(f"nodes: {tensor.dtype} {list(tensor.shape)} given, a dense int32 [{rows}, A] wanted")
+            tensor.check_open()
+            check_aligned(tensor, "nodes")
             target = device.stream if stream is None else device.as_capturing_stream(stream)
+            launches = self._moves.bound(tensor)
             self.guard.is_enqueueing = True
-            self._moves.move(tensor, target)
+            for launch, items in launches:
+                launch(items, target)
 
     def _open_moves(self, pools: KVCacheManager, scrub: str) -> None:
         """Make what the calls of this class need; see `Batch` for `scrub`."""

@@ -77,6 +77,10 @@ class StateRows:
         for cycle in cycles:
             self.slots[cycle] = self.slots[[*cycle[1:], cycle[0]]]
 
+    def prepare(self) -> None:
+        """Make what `fork` needs, so that it cannot run out of memory halfway. Stream: host only."""
+        self._states.prepare_copies()
+
     def fork(self, parent: int, rows: Sequence[int]) -> None:
         """Copy the states of row `parent` to `rows`. Stream: enqueues one copy and two kernels."""
         self._states.copy_slots([(int(self.slots[parent]), int(self.slots[row])) for row in rows])

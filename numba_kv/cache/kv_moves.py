@@ -14,7 +14,6 @@ from numba_kv.kernels.path_move import move_token_bytes, move_token_words
 if TYPE_CHECKING:
     from numba_kv.cache.kv_cache import KVCacheManager
     from numba_kv.cache.step_buffers import StepBuffers
-    from numba_kv.device import Stream
     from numba_kv.kernels.jit import Launch
     from numba_kv.plan import GroupPlan, SlabPlan
 
@@ -33,8 +32,8 @@ class TokenMoves:
         self._pools = pools
         self._bound: OrderedDict[tuple[int, tuple[int, ...]], list[tuple[Launch, int]]] = OrderedDict()
 
-    def move(self, nodes: Tensor, stream: Stream) -> int:
-        """Move tokens as ``nodes`` int32 [B, A] say; return the launches. Stream: enqueues one kernel for each slab."""
+    def bound(self, nodes: Tensor) -> list[tuple[Launch, int]]:
+        """Return what moves tokens as ``nodes`` int32 [B, A] say: a launch and its items for each slab. Enqueues nothing."""
         key = (nodes.address, nodes.shape)
         launches = self._bound.get(key)
         if launches is None:
@@ -45,9 +44,7 @@ class TokenMoves:
                 self._bound.popitem(last=False)
         else:
             self._bound.move_to_end(key)
-        for launch, items in launches:
-            launch(items, stream)
-        return len(launches)
+        return launches
 
     def _bind(self, group: GroupPlan, slab: SlabPlan, nodes: Tensor) -> tuple[Launch, int]:
         buffers, pool = self._buffers, self._pools.kv(slab.layers[0])

@@ -156,6 +156,12 @@ class MambaCacheManager(StateVerification):
                 self._copies.clear(numbers[0], run)
                 del numbers[:run]
 
+    def prepare_copies(self) -> None:
+        """Make what `copy_slots` needs: all of it that can fail for want of memory. Stream: host only."""
+        with self.guard:
+            if self._copies is not None:
+                self._copies.prepare()
+
     def copy_slots(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy the states of slots, (source, target) each, in all layers.
 

@@ -109,15 +109,18 @@ class StateCopies:
 
         return clear
 
-    def copy_pairs(self, pairs: list[tuple[int, int]]) -> None:
-        """Copy slots within the pools."""
+    def prepare(self) -> tuple[Staging, Tensor]:
+        """Return the list of pairs, made and bound on the first call: what can fail for want of memory."""
         if self._list is None:
             self._list = Staging(self._device, 2 * _MAX_PAIRS), self._device.tensor((_MAX_PAIRS, 2), dtype("int32"))
-        staging, on_device = self._list
         if not self._in_place:
-            for pool in self._pools.values():
-                whole = pool.whole(), pool.plan.layer_nbytes, self._slots
-                self._in_place.append(self._bind(pool, whole, whole, self._layers, on_device))
+            pools = [(pool, (pool.whole(), pool.plan.layer_nbytes, self._slots)) for pool in self._pools.values()]
+            self._in_place = [self._bind(pool, whole, whole, self._layers, self._list[1]) for pool, whole in pools]
+        return self._list
+
+    def copy_pairs(self, pairs: list[tuple[int, int]]) -> None:
+        """Copy slots within the pools."""
+        staging, on_device = self.prepare()
         for first in range(0, len(pairs), _MAX_PAIRS):
             part = pairs[first : first + _MAX_PAIRS]
             staging.acquire()[: 2 * len(part)] = np.array(part, np.int32).reshape(-1)
@@ -167,8 +170,7 @@ class StateCopies:
             name: self._checked(name.removesuffix("_state"), pool, arrays)
             for (name, pool), arrays in zip(self._pools.items(), (recurrent, conv), strict=True)
         }
-        if any(len(tensors) < self._layers for tensors in given.values()):
-            self.clear(slot, 1)
+        launches: list[tuple[Launch, int]] = []  # all bound before the first one runs
         for name, tensors in given.items():
             pool, done = self._pools[name], 0
             while done < len(tensors):
@@ -176,9 +178,12 @@ class StateCopies:
                 source = unowned(tensors[done]) if run == 1 else _spanning(tensors[done], stride, run)
                 to = pool.whole()[done * pool.plan.layer_nbytes // pool.whole().dtype.itemsize :]
                 target = to, pool.plan.layer_nbytes, self._slots
-                launch, items = self._bind(pool, target, (source, stride, 1), run, to_slot=slot)
-                launch(items, self._device.stream)
+                launches.append(self._bind(pool, target, (source, stride, 1), run, to_slot=slot))
                 done += run
+        if any(len(tensors) < self._layers for tensors in given.values()):
+            self.clear(slot, 1)
+        for launch, items in launches:
+            launch(items, self._device.stream)
 
     def close(self) -> None:
         """Forget the launches and give the list back. Stream: waits for copies in flight."""
