@@ -135,6 +135,30 @@ def test_a_forward_that_died_too_far_on_ends_the_cache_until_reset(target: str) 
         check_equal(generated(model, inputs, 2, cache=cache), wanted)
 
 
+@pytest.mark.parametrize("call", ["begin", "last move"])
+def test_a_write_that_fails_is_taken_back(call: str, target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also in the last layer, and before the first."""
+    model, inputs = tiny("llama", target), prompt(6, target)
+    wanted = generated(model, inputs, 3)
+    with opened(model, target) as cache:
+        kv = cache._kv
+        last, name = len(model.model.layers) - 1, call.removeprefix("last ")
+        original = getattr(kv, name)
+
+        def failing(*arguments: Any) -> Any:
+            if call == "begin" or arguments[0] == last:
+                raise Died
+            return original(*arguments)
+
+        monkeypatch.setattr(kv, name, failing)
+        with pytest.raises(Died):
+            generated(model, inputs, 3, cache=cache)
+        monkeypatch.undo()
+        assert (cache.get_seq_length(), cache.stored_tokens) == (0, [])
+        cache.batch.audit()
+        check_equal(generated(model, inputs, 3, cache=cache), wanted)
+
+
 def test_an_interrupted_forward_is_noticed(target: str) -> None:
     """An interrupt passes by torch's hooks."""
     model, inputs = tiny("gemma3", target), prompt(9, target)
