@@ -56,8 +56,6 @@ class PageCopies:
             return
         self._pools.kv(plan.slabs[0].layers[0])  # raises if the pools are gone
         staging, on_device = self.prepare()
-        if plan.index not in self._launches:
-            self._launches[plan.index] = [self._bind(plan, slab, on_device) for slab in plan.slabs]
         for first in range(0, len(checked), MAX_PAIRS):
             part = checked[first : first + MAX_PAIRS]
             staging.acquire()[: 2 * len(part)] = part.reshape(-1)
@@ -66,10 +64,13 @@ class PageCopies:
                 launch(items * len(part), self._device.stream)
 
     def prepare(self) -> tuple[Staging, Tensor]:
-        """Return the list of pairs, made on the first call: what can fail for want of memory."""
+        """Return the list of pairs. The first call makes it and binds every group: all that can fail."""
         if self._list is None:
             on_device = self._device.tensor((MAX_PAIRS, 2), dtype("int32"))
             self._list = Staging(self._device, 2 * MAX_PAIRS), on_device
+        if not self._launches:
+            groups = self._pools.plan.groups
+            self._launches = {g.index: [self._bind(g, slab, self._list[1]) for slab in g.slabs] for g in groups}
         return self._list
 
     def close(self) -> None:
