@@ -33,7 +33,17 @@ _GROUP = 0
 
 @dataclass(frozen=True, kw_only=True)
 class KVSizes:
-    """What is moved: tokens of a large and of a small call, heads, channels, tokens of a page, pages of the pool."""
+    """What is moved.
+
+    Attributes
+    ----------
+    tokens, decode_tokens : int
+        T of a large and of a small call.
+    query_heads, heads, dim : int
+        Hq, H and D.
+    page_tokens : int
+        P.
+    """
 
     tokens: int = 65536
     decode_tokens: int = 256
@@ -55,7 +65,7 @@ def measure_kv(target: str | None) -> dict[str, object]:
     on_gpu = resolve_target(target) == "cuda"
     sizes = KVSizes() if on_gpu else KVSizes(tokens=4096)
     points = [point for kind in ("bfloat16", "float8_e4m3") for point in _Bench(target, kind, sizes).points()]
-    return {"target": "cuda" if on_gpu else resolve_target(target), **vars(sizes), "points": points}
+    return {"target": resolve_target(target), **vars(sizes), "points": points}
 
 
 class _Bench:
@@ -109,7 +119,7 @@ class _Bench:
             self.resources.close()
 
     def _write(self) -> dict[str, object]:
-        found = self._point("write", self._moved(), lambda s: self.io.write_slots(_LAYER, self.k, self.v, self.slots))
+        found = self._point("write", self._moved(), lambda: self.io.write_slots(_LAYER, self.k, self.v, self.slots))
         if self.kind == "bfloat16":
             found |= self._beside("write", self._moved())
         return found
@@ -120,7 +130,7 @@ class _Bench:
         nbytes = self._moved() + (0 if q is None else 2 * 2 * sizes.tokens * sizes.query_heads * sizes.dim)
         step = self._step(sizes.tokens, self.slots)
         what = "rotate k" if q is None else "rotate q, k"
-        found = self._point(what, nbytes, lambda s: self.io.write_rotated(_LAYER, q, self.k, self.v, step, self.table))
+        found = self._point(what, nbytes, lambda: self.io.write_rotated(_LAYER, q, self.k, self.v, step, self.table))
         if self.kind == "bfloat16" and self.device.target == "cuda" and torch_kv.is_installed():
             us = self._others().rotate_then_write_us(q, self.table, self.positions)
             found["triton_us"] = round(us, 2)
@@ -132,7 +142,7 @@ class _Bench:
 
     def _gather(self) -> dict[str, object]:
         work = self.io.gather_slots
-        found = self._point("gather", self._moved(), lambda s: work(_LAYER, self.k_out, self.v_out, self.slots))
+        found = self._point("gather", self._moved(), lambda: work(_LAYER, self.k_out, self.v_out, self.slots))
         if self.kind == "bfloat16":
             found |= self._beside("gather", self._moved())
         return found
@@ -141,7 +151,7 @@ class _Bench:
         count = min(1024, len(self.pages) // 2)
         pairs = self.pages[: 2 * count].reshape(2, count).T
         page = _LAYERS * self.sizes.page_tokens * self.sizes.heads * self.sizes.dim * dtype(self.kind).itemsize
-        found = self._point("copy_pages", 2 * 2 * count * page, lambda s: self.io.copy_pages(_GROUP, pairs))
+        found = self._point("copy_pages", 2 * 2 * count * page, lambda: self.io.copy_pages(_GROUP, pairs))
         return found | {"pages": count}
 
     def _write_few(self, stream: Stream | None = None) -> None:
@@ -168,9 +178,9 @@ class _Bench:
         sizes = self.sizes
         return 2 * sizes.tokens * sizes.heads * sizes.dim * (2 + dtype(self.kind).itemsize)
 
-    def _point(self, what: str, nbytes: int, work: Callable[[Any], object]) -> dict[str, object]:
+    def _point(self, what: str, nbytes: int, work: Callable[[], object]) -> dict[str, object]:
         copy = _copy_us(self.device, nbytes)
-        us = _stream_us(self.device, lambda: work(None))
+        us = _stream_us(self.device, work)
         found: dict[str, object] = {"what": what, "pool": self.kind, "tokens": self.sizes.tokens, "us": round(us, 2)}
         found["gb_per_s"] = round(nbytes / us / 1e3, 1)
         if copy is not None:
