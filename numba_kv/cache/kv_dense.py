@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from numba_kv.cache.kv_operands import flat
+from numba_kv.cache.kv_operands import flat_slab
 from numba_kv.device import Tensor
 from numba_kv.dtypes import dtype
 from numba_kv.geometry import RESERVED_PAGES, ceil_div
@@ -93,14 +93,12 @@ class DenseCopies:
         part, layer_stride, half_stride, page_stride, token_stride, head_stride = (size // unit for size in sizes)
         parts = ceil_div(part * unit, PART_NBYTES)
         total = len(slab.layers) * halves * count * heads * part
-        memory = pool._memory
-        whole = Tensor(memory, device, dtype("uint8"), (slab.nbytes,), offset_nbytes=pool.address - memory.address)
         target = Tensor(dense, device, dtype("uint8" if unit == 1 else "uint64"), (total,), offset_nbytes=at)
         tables = self._buffers.arena["block_tables"]
         launch = (copy_dense_bytes if unit == 1 else copy_dense_words).bind(
             device,
             {
-                "slab": flat(whole, unit),
+                "slab": flat_slab(pool, slab.nbytes, unit),
                 "dense": target,
                 "block_tables": tables,
                 "row_at": (self._buffers.block_tables[group.index][row].address - tables.address) // 4,

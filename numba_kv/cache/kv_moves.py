@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import TYPE_CHECKING
 
-from numba_kv.cache.kv_operands import flat, unowned
+from numba_kv.cache.kv_operands import flat_slab, unowned
 from numba_kv.device import Tensor
-from numba_kv.dtypes import dtype
 from numba_kv.geometry import RESERVED_PAGES
 from numba_kv.kernels.path_move import move_token_bytes, move_token_words
 
@@ -55,12 +54,10 @@ class TokenMoves:
         sizes = [dim * itemsize, slab.layer_nbytes, *(stride * itemsize for stride in pool.strides[:4])]
         unit = 1 if any(size % _WORD for size in sizes) else _WORD
         width, layer_stride, half_stride, page_stride, token_stride, head_stride = (size // unit for size in sizes)
-        memory = pool._memory
-        whole = Tensor(memory, buffers.device, dtype("uint8"), (slab.nbytes,), offset_nbytes=pool.address - memory.address)
         launch = (move_token_bytes if unit == 1 else move_token_words).bind(
             buffers.device,
             {
-                "slab": flat(whole, unit),
+                "slab": flat_slab(pool, slab.nbytes, unit),
                 "nodes": nodes,
                 "page_tables": buffers.arena["page_tables"],
                 "groups": buffers.groups,

@@ -26,7 +26,7 @@ from numba_kv.kernels.wide_rows import EIGHT, RAW, reciprocal
 if TYPE_CHECKING:
     from numba_kv.device import Device
 
-__all__ = ["bind_rows", "check_aligned", "dense", "flat", "is_wide", "unowned"]
+__all__ = ["bind_rows", "check_aligned", "dense", "flat", "flat_slab", "is_wide", "unowned"]
 
 _UNITS = {1: dtype("uint8"), 2: dtype("uint16"), 4: dtype("uint32"), 8: dtype("uint64")}
 _WORD = 8
@@ -42,6 +42,12 @@ def flat(tensor: Tensor, itemsize: int) -> Tensor:
     memory = tensor._memory
     count = tensor.reach[1] * tensor.dtype.itemsize // itemsize
     return Tensor(memory, tensor.device, _UNITS[itemsize], (count,), offset_nbytes=tensor.address - memory.address)
+
+
+def flat_slab(pool: Tensor, nbytes: int, itemsize: int) -> Tensor:
+    """Return the `nbytes` of a slab as one dense axis of unsigned integers; `pool` is its first layer's."""
+    memory, count = pool._memory, nbytes // itemsize
+    return Tensor(memory, pool.device, _UNITS[itemsize], (count,), offset_nbytes=pool.address - memory.address)
 
 
 def dense(device: Device, value: Any, name: str, heads: int, dim: int) -> Tensor:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from numba_kv.cache.kv_operands import flat
+from numba_kv.cache.kv_operands import flat_slab
 from numba_kv.device import Staging, Tensor
 from numba_kv.dtypes import dtype
 from numba_kv.errors import InputError
@@ -87,15 +87,12 @@ class PageCopies:
         itemsize = pool.dtype.itemsize
         page = group.page_tokens * slab.num_kv_heads * slab.head_dim * itemsize
         half = group.num_pages * page
-        memory = pool._memory
-        at = pool.address - memory.address
-        whole = Tensor(memory, self._device, dtype("uint8"), (slab.nbytes,), offset_nbytes=at)
         parts = ceil_div(page, PART_NBYTES)
         layers, halves = len(slab.layers), slab.shape[1]
         is_wide = not any(n % _WIDE for n in (page, slab.layer_nbytes, pool.address))
         unit = 1 if is_wide or page % _WORD else _WORD
         values: dict[str, Tensor | int] = {
-            "slab": flat(whole, unit),
+            "slab": flat_slab(pool, slab.nbytes, unit),
             "pairs": pairs,
             "layers": layers,
             "halves": halves,

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from numba_kv.cache.kv_operands import flat
-from numba_kv.device import Tensor
-from numba_kv.dtypes import dtype
+from numba_kv.cache.kv_operands import flat_slab
 from numba_kv.errors import InputError
 from numba_kv.geometry import RESERVED_PAGES, ceil_div
 from numba_kv.kernels.scrub import FINITE, NAN, ZERO, scrub_8, scrub_16, scrub_32, scrub_64
@@ -69,12 +67,10 @@ class PageScrubber:
         page = group.page_tokens * slab.num_kv_heads * slab.head_dim * size
         unit = size if page % 8 else 8
         parts = ceil_div(page, _PART_NBYTES)
-        memory = pool._memory
-        whole = Tensor(memory, device, dtype("uint8"), (slab.nbytes,), offset_nbytes=pool.address - memory.address)
         launch = _KERNELS[8 * unit].bind(
             device,
             {
-                "slab": flat(whole, unit),
+                "slab": flat_slab(pool, slab.nbytes, unit),
                 "block_tables": self._buffers.arena["block_tables"],
                 "row_at": 0,
                 "first": 0,
