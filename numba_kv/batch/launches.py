@@ -13,6 +13,7 @@ from numba_kv.kernels import layout
 from numba_kv.kernels.advance import advance
 from numba_kv.kernels.edit import apply_edits, permute_rows
 from numba_kv.kernels.place import place_rows
+from numba_kv.kernels.sent_launch import SentLaunch
 from numba_kv.kernels.slots import fill_carry, fill_slots
 
 if TYPE_CHECKING:
@@ -131,7 +132,8 @@ class StepLaunches:
             "old_tokens": 0,
         }
         self._apply = apply_edits.bind(self._device, edits)
-        self._resets = apply_edits.bind(self._device, {**edits, "num_records": -1})  # no item is a layout
+        records = apply_edits.bind(self._device, {**edits, "num_records": -1})  # no item is a layout
+        self._records = SentLaunch(records, self._staging, self._edits)
         self._permute = permute_rows.bind(self._device, {**state, **tables, "edits": buffers.edits})
         placed = {name: state[name] for name in state if name not in ("live", "status")}
         self._place_values: dict[str, Tensor | int] = {**placed, **tables, "edits": buffers.edits}
@@ -219,12 +221,14 @@ class StepLaunches:
         )
 
     def send(self, num_words: int, records: int) -> None:
-        """Send records that are in the acquired words: one copy, one kernel."""
-        stream = self._device.stream
-        self._staging.send_to(self._edits, num_words, stream)
-        self._resets(records, stream)
+        """Send records of rows that come and go, which are in the acquired words: one copy, one kernel."""
+        self._records(num_words, records, self._device.stream)
         if self.states is not None:
             self.states.change(records)
+
+    def send_pages(self, num_words: int, records: int) -> None:
+        """Send records of rows that get pages, which are in the acquired words: one copy, one kernel."""
+        self._records(num_words, records, self._device.stream)
 
     def _send(self, num_words: int) -> None:
         self._staging.send_to(self._edits, num_words, self._device.stream)

@@ -15,14 +15,16 @@ import numpy as np
 from numba_kv.batch.edits import EditBlock
 from numba_kv.batch.even_steps import EvenSteps
 from numba_kv.batch.launches import StepLaunches
+from numba_kv.batch.page_needs import PageNeeds
 from numba_kv.batch.permutation import cycles_of
 from numba_kv.batch.reservation import Launched, Reservation
 from numba_kv.batch.stats import BatchStats
 from numba_kv.batch.view import StepView
-from numba_kv.errors import CapacityError, InputError, StateError
+from numba_kv.errors import CapacityError, InputError, InvariantError, StateError
 from numba_kv.kernels import layout
 from numba_kv.kernels.row_changes import note_change, write_change
-from numba_kv.ledger.leases import LeasePlan, find_leases, plan_leases
+from numba_kv.kernels.row_growth import note_even_steps, note_growth, write_growth
+from numba_kv.ledger.leases import LeasePlan
 from numba_kv.ledger.rows import FIRST_WINDOW, RowLedger
 from numba_kv.ledger.sharing import lower_floors, plan_floors
 
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
     from numba_kv.device import Stream
     from numba_kv.device.graph import Graph
     from numba_kv.device.guard import CallGuard
+    from numba_kv.plan import GroupPlan
 
 __all__ = ["Stepper"]
 
@@ -74,6 +77,8 @@ class Stepper:
         self._request_words = self._request.data
         self._changes = np.zeros(rows, np.int8)
         self._last = np.zeros(rows, np.int64)  # most tokens that each row's last step appended
+        self._needs = PageNeeds(self.ledger, buffers.edits.size)
+        self._windows = np.array([_window_words(group) for group in self.plan.groups], np.int64)
 
     # -- composition ---------------------------------------------------------------------------------------------
 
@@ -205,7 +210,7 @@ class Stepper:
         view = StepView(self.buffers, int(live[-1]) + 1, total, longest, upper, exact, is_long)
         if even and driven is None:
             self.stats.decode_steps += 1
-            self._even.start(longest, counts, total, view, self.ledger.headroom)
+            self._even.start(longest, counts, total, view, self._needs.steps_left(counts) * longest)
         return view
 
     def enqueue(self, tokens: int, driven: DeviceCounts | None, stream: Stream) -> None:
@@ -239,20 +244,24 @@ class Stepper:
         self.begin()
         total = int(counts.sum())
         self._check_total(total)
-        if not partial:
-            self._check_capacity(counts * steps)
-        wanted = self._wanted(counts, steps)
-        stride = max(1, self.plan.config.max_batch_tokens // total)  # steps whose pages one block holds
+        wanted = counts * steps
         if partial:
-            fitting = bisect.bisect_left(range(steps), True, key=lambda n: self._is_short(self._wanted(counts, n + 1)))
-            wanted = self._wanted(counts, fitting)
-        elif steps > stride:
-            find_leases(self.ledger, wanted)  # a refusal comes before the first of several blocks is sent
-        for part in (*range(stride, steps, stride), steps):
+            needs = self._needs
+            fitting = bisect.bisect_left(range(steps), True, key=lambda n: needs.is_short(needs.fitting(counts, n + 1)))
+            wanted = needs.fitting(counts, fitting)
+        else:
+            self._check_capacity(wanted)
+        parts = [steps]
+        if not self._needs.fit_a_block(wanted):
+            stride = max(1, self.plan.config.max_batch_tokens // total)  # steps whose pages one block holds in any case
+            parts = [*range(stride, steps, stride), steps]
+            if not partial:
+                self._needs.plan(wanted)  # a refusal comes before the first of several blocks is sent
+        for part in parts:
             self.stats.page_blocks += self._prepare(counts, np.minimum(wanted, counts * part))
         self._start_change()
         self.reservation.open(int(counts.max()), steps)
-        return int(self.ledger.steps_left(counts)[counts > 0].min())
+        return self._needs.steps_left(counts)
 
     def advanced(self, tokens: int, steps: int, driven: DeviceCounts | None) -> None:
         """Note `steps` steps that ran without the host."""
@@ -291,7 +300,7 @@ class Stepper:
         """Bring the host mirror up to date after repeated even steps."""
         repeats = self._even.take_repeats()
         if repeats:
-            self.ledger.note_even_steps(repeats * self._even.counts, self._even.counts)
+            self._note_even(self.ledger.numbers, self._even.counts, repeats)
 
     def bounds(self, row: int) -> tuple[int, int]:
         """Return the shortest and the longest that a row can be now; changes nothing."""
@@ -302,10 +311,11 @@ class Stepper:
         """Return a copy of the counters, pages rotated by sequences that are still active included; changes nothing."""
         copy = BatchStats(**vars(self.stats))
         ledger, repeats = self.ledger, self._even.repeats_since
-        begin = ledger.mapped_begin
+        numbers = ledger.numbers
         if repeats:
-            begin = ledger.mapped_after(repeats * self._even.counts, self._even.counts)
-        copy.rotated_pages += int(begin[1:, ledger.live].sum())
+            numbers = numbers.copy()
+            self._note_even(numbers, self._even.counts, repeats)
+        copy.rotated_pages += int(numbers[FIRST_WINDOW:, ledger.live].sum())
         return copy
 
     def waiting_row(self) -> tuple[int, int]:
@@ -368,25 +378,19 @@ class Stepper:
         self._even.end()
         self.reservation.drop()
 
-    def _wanted(self, counts: NDArray[np.int64], steps: int) -> NDArray[np.int64]:
-        """Return the tokens of `steps` steps, at most what fits the rows."""
-        room = self.plan.config.max_kv_cache_capacity - self.ledger.hi
-        size = np.maximum(counts, 1)
-        tokens: NDArray[np.int64] = np.minimum(counts * steps, np.maximum(room, 0) // size * counts)
-        return tokens
-
-    def _is_short(self, tokens: NDArray[np.int64]) -> bool:
-        try:
-            plan_leases(self.ledger, tokens)
-        except CapacityError as error:
-            kept = self.ledger.kept
-            return kept is None or not kept.can_free(error.needed - error.free - error.evictable)
-        return False
+    def _note_even(self, numbers: NDArray[np.int64], counts: NDArray[np.int64], steps: int) -> None:
+        note_even_steps(numbers, counts, steps, self.plan.config.max_kv_cache_capacity, self._needs.page_tokens, self._windows)
 
     def _prepare(self, counts: NDArray[np.int64], tokens: NDArray[np.int64]) -> bool:
         """Send the layout `counts` and the pages for `tokens` more, as far as the device lacks them; return if pages moved."""
         self._check_capacity(tokens)
-        leases = find_leases(self.ledger, tokens)
+        if np.array_equal(counts, self._layout):
+            missing, grown, rows = self._needs.find(tokens)
+            if not missing or grown:
+                if grown:
+                    self._grow(grown, rows)
+                return grown > 0
+        leases = self._needs.plan(tokens)
         block = EditBlock()
         ids = self._lease(leases, block) if leases is not None else None
         if not np.array_equal(counts, self._layout):
@@ -400,6 +404,20 @@ class Stepper:
             self.ledger.move_pages(leases.rows, leases.targets, ids)
         self._layout = counts.copy()  # not the array of `_last`, in which rows that leave are set to 0
         return leases is not None
+
+    def _grow(self, pages: int, rows: int) -> None:
+        """Send the pages that rows get to reach the targets of `PageNeeds.find`, and nothing else."""
+        ledger, pool, targets = self.ledger, self.ledger.pool, self._needs.targets
+        words = self.launches.acquire()
+        if rows * layout.RECORD_WORDS + pages > len(words):
+            raise InvariantError(f"{pages} pages of {rows} rows are more than the {len(words)} words of a block")
+        num_words = write_growth(words, rows, targets, ledger.numbers, pool.stack, pool.free_pages)
+        self._start_change()
+        before = self.device.bytes_to_device
+        self.launches.send_pages(num_words, rows)
+        self._count(before)
+        note_growth(targets, ledger.numbers, ledger.pages, pool.stack, pool.free_pages)
+        pool.take(pages)
 
     def _lease(self, leases: LeasePlan, block: EditBlock) -> NDArray[np.int32]:
         """Write into `block` how pages move between the pool and rows; return the ids that rows get, row after row."""
@@ -416,7 +434,9 @@ class Stepper:
 
     def _note(self, counts: NDArray[np.int64], driven: DeviceCounts | None, steps: int) -> None:
         """Move the mirror by `steps` steps."""
-        if driven is None:
+        if driven is None and self.ledger.is_exact:
+            self._note_even(self.ledger.numbers, counts, steps)
+        elif driven is None:
             self.ledger.note_steps(counts, steps)
         else:
             least = counts if driven.counts is None else np.zeros_like(counts)
@@ -455,3 +475,9 @@ class Stepper:
     def _count(self, bytes_before: int) -> None:
         self.stats.launches += 1
         self.stats.bytes_to_device += self.device.bytes_to_device - bytes_before
+
+
+def _window_words(group: GroupPlan) -> tuple[int, int, int, int]:
+    """Return a group as `note_even_steps` takes it."""
+    kinds = {"full": layout.FULL, "sliding": layout.SLIDING, "chunked": layout.CHUNKED}
+    return kinds[group.window.kind], group.window.tokens, group.page_tokens, group.ring

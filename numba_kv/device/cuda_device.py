@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -39,6 +40,15 @@ class _Pushed:
 _UNCHANGED = nullcontext()
 
 
+class _Held(threading.local):
+    """The device that a call of this thread holds; see `Device.hold`."""
+
+    device: CudaDevice | None = None
+
+
+_held = _Held()
+
+
 class CudaDevice(Device):
     """One GPU through cuda.core.
 
@@ -73,6 +83,8 @@ class CudaDevice(Device):
 
     def enter(self) -> bool:
         """Push the device's context if another one, or none, is current."""
+        if _held.device is self:
+            return False
         status, current = self._driver.cuCtxGetCurrent()
         if not status and current == self._context:
             return False
@@ -82,6 +94,19 @@ class CudaDevice(Device):
     def leave(self) -> None:
         """Pop the device's context."""
         check_driver(self._driver.cuCtxPopCurrent(), "restoring the current device")
+
+    def hold(self) -> Any:
+        """Make the device current, and note for this thread that it is."""
+        before, entered = _held.device, self.enter()
+        _held.device = self
+        return before, entered
+
+    def let_go(self, held: Any) -> None:
+        """Restore what was noted, and what was current, before `hold`."""
+        before, entered = held
+        _held.device = before
+        if entered:
+            self.leave()
 
     def active(self) -> AbstractContextManager[None]:
         """Make the device current and return a context at whose end it is as before; for a `with` statement alone.

@@ -130,6 +130,18 @@ class Device(Unique, ABC):
     def leave(self) -> None:
         """Give the calling thread the current device back that it had before `enter`."""
 
+    def hold(self) -> Any:
+        """Make the device the calling thread's current one until `let_go`; `enter` need not ask the driver until then.
+
+        Returns what `let_go` takes. For calls that hand control to nobody else, who could make another device current.
+        """
+        return self.enter()
+
+    def let_go(self, held: Any) -> None:
+        """End a `hold`."""
+        if held:
+            self.leave()
+
     def active(self) -> AbstractContextManager[None]:
         """Return a context in which the device is current, from whatever thread and whatever device the caller was on."""
         return _Active(self)

@@ -48,7 +48,7 @@ class CallGuard:
         self._poisons = poisons
         self._lock = threading.RLock()  # the thread that was interrupted in a call can still close the object
         self._is_busy = False
-        self._entered: list[bool] = []  # one a call: an object that cannot be spoiled may be called inside a call
+        self._held: list[object] = []  # one a call: an object that cannot be spoiled may be called inside a call
         self.host = HostCalls(self)
         self.is_closed = False
         self.is_enqueueing = False
@@ -57,7 +57,7 @@ class CallGuard:
     def __enter__(self) -> None:
         self.take()
         try:
-            self._entered.append(self._device.enter())
+            self._held.append(self._device.hold())
         except BaseException:
             self.release()
             raise
@@ -67,8 +67,7 @@ class CallGuard:
             self.poison = error
         self.is_enqueueing = False
         try:
-            if self._entered.pop():
-                self._device.leave()
+            self._device.let_go(self._held.pop())
         finally:
             self.release()
 

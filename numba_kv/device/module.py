@@ -1,14 +1,8 @@
-"""Compiled kernels on a device: loading a cubin and launching it by one driver call."""
+"""Compiled kernels on a device: from PTX to a cubin, and from a cubin to a function that can be launched."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 from numba_kv.device.driver import check_driver
-from numba_kv.errors import DeviceError
-
-if TYPE_CHECKING:
-    from numba_kv.device.stream import CudaStream
 
 __all__ = ["Function", "ptx_to_cubin"]
 
@@ -43,6 +37,11 @@ class Function:
         Machine code for the current device.
     entry : str
         Name of the kernel in it.
+
+    Attributes
+    ----------
+    handle : int
+        The driver's function, which `cuLaunchKernel` takes.
     """
 
     def __init__(self, cubin: bytes, entry: str) -> None:
@@ -50,13 +49,5 @@ class Function:
         from cuda.core import ObjectCode
 
         self._code = ObjectCode.from_cubin(cubin)
-        kernel = self._code.get_kernel(entry)
-        self._kernel = kernel
-        self._function = check_driver(driver.cuKernelGetFunction(kernel.handle), f"loading {entry}")
-        self._launch: Any = driver.cuLaunchKernel
-
-    def launch(self, grid: int, block: int, parameters: int, stream: CudaStream) -> None:
-        """Enqueue the kernel. `parameters` is the address of an array of parameter addresses; it is read during the call."""
-        (status,) = self._launch(self._function, grid, 1, 1, block, 1, 1, 0, stream.driver_stream, parameters, 0)
-        if status:
-            raise DeviceError(f"kernel launch: the driver reports {status.name}")
+        self._kernel = self._code.get_kernel(entry)
+        self.handle = int(check_driver(driver.cuKernelGetFunction(self._kernel.handle), f"loading {entry}"))

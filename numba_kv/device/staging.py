@@ -20,17 +20,34 @@ if TYPE_CHECKING:
     from numba_kv.device.stream import Event, Stream
     from numba_kv.device.tensor import Tensor
 
-__all__ = ["Staging"]
+__all__ = ["Staging", "StagingBlock"]
 
 _INT32 = dtype("int32")
 
 
-class _Block:
+class StagingBlock:
+    """One block, and whether its last copy may still be running.
+
+    Attributes
+    ----------
+    address : int
+        Host address.
+    words : int32 array
+        The block.
+    event : Event or None
+        Behind the last copy out of it; None before the first.
+    stream : Stream or None
+        Of that copy; None if it is known to have run.
+    """
+
+    __slots__ = ("address", "event", "memory", "stream", "words")
+
     def __init__(self, memory: Memory, words: NDArray[np.int32]) -> None:
         self.memory = memory
         self.address = memory.address
         self.words = words
         self.event: Event | None = None
+        self.stream: Stream | None = None
 
 
 class Staging:
@@ -65,7 +82,7 @@ class Staging:
         self._device = device
         self._num_words = num_words
         self._max_blocks = max_blocks
-        self._blocks: list[_Block] = []
+        self._blocks: list[StagingBlock] = []
         self._next = 0
         for _ in range(initial_blocks):
             self._grow()
@@ -87,12 +104,31 @@ class Staging:
         every block made so far is in flight.
         """
         block = self._current()
-        event = block.event
-        if event is not None and not event.is_done:
+        if not self._is_free(block):
             if len(self._blocks) < self._max_blocks:
                 return self._grow().words
-            event.synchronize()
+            if block.event is not None:
+                block.event.synchronize()
+            block.stream = None
         return block.words
+
+    def _is_free(self, block: StagingBlock) -> bool:
+        """Return whether the copy out of `block`, the oldest, has run.
+
+        The newest is asked first: if its copy has run, so have all others on that stream, and the next uploads need not ask.
+        """
+        stream, newest = block.stream, self._blocks[self._next - 1]
+        if stream is None or block.event is None:
+            return True
+        if newest.stream is stream and newest.event is not None and newest.event.is_done:
+            for each in self._blocks:
+                if each.stream is stream:
+                    each.stream = None
+            return True
+        if newest is block or not block.event.is_done:
+            return False
+        block.stream = None
+        return True
 
     def send(self, parts: list[tuple[int, int, Tensor, int]], stream: Stream) -> None:
         """Copy ranges of the acquired block to the device.
@@ -121,8 +157,7 @@ class Staging:
         for first, count, destination, at in parts:
             if count:
                 self._device.copy_to_device(destination.address + 4 * at, base + 4 * first, 4 * count, stream)
-        block.event = stream.record(again=block.event)
-        self._next = (self._next + 1) % len(self._blocks)
+        self.sent(stream.record(again=block.event), stream)
 
     def send_to(self, address: int, num_words: int, stream: Stream) -> None:
         """Copy the first words of the acquired block to a device address with room for a whole block.
@@ -138,10 +173,30 @@ class Staging:
 
         Stream: enqueues the copy and an event.
         """
+        block = self.ready(num_words)
+        self.sent(self._device.copy_and_record(address, block.address, 4 * num_words, stream, block.event), stream)
+
+    def ready(self, num_words: int) -> StagingBlock:
+        """Return the acquired block, for a caller that enqueues the copy of its first words, and an event, itself; then `sent`.
+
+        Raises
+        ------
+        InputError
+            If there are no words, or the block has fewer.
+        StateError
+            After `close`.
+
+        Stream: host only.
+        """
         block = self._current()
         if not 0 < num_words <= self._num_words:
             raise InputError(f"staging: num_words {num_words} is not in 1..{self._num_words} (words of a block)")
-        block.event = self._device.copy_and_record(address, block.address, 4 * num_words, stream, block.event)
+        return block
+
+    def sent(self, event: Event, stream: Stream) -> None:
+        """Note that a copy out of the acquired block was enqueued, with `event` behind it; the next block is acquired next."""
+        block = self._blocks[self._next]
+        block.event, block.stream = event, stream
         self._next = (self._next + 1) % len(self._blocks)
 
     def close(self) -> None:
@@ -152,17 +207,17 @@ class Staging:
             block.memory.close(self._device.stream)
         self._blocks = []
 
-    def _current(self) -> _Block:
+    def _current(self) -> StagingBlock:
         if not self._blocks:
             raise StateError("staging is closed")
         return self._blocks[self._next]
 
-    def _grow(self) -> _Block:
+    def _grow(self) -> StagingBlock:
         """Put a new block before the one that is next, which is the oldest in flight."""
         memory = self._device.allocate_staging(4 * max(1, self._num_words))
         if memory.array is None:
             raise InvariantError("staging memory is not host memory")
         words = memory.array.view("int32")[: self._num_words]
-        block = _Block(memory, words)
+        block = StagingBlock(memory, words)
         self._blocks.insert(self._next, block)
         return block

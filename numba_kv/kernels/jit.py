@@ -33,6 +33,9 @@ from numba_kv.errors import InputError, InvariantError
 from numba_kv.kernels.spec import Argument
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from numba_kv.device.stream import Stream
 
 __all__ = [
@@ -284,6 +287,7 @@ class Launch:
                 self._places[name] = len(words)
             words += argument.pack(name, values[name])
         self.block = np.array(words, np.int64)
+        self.addresses: NDArray[np.uint64] | None = None  # of the words, which a driver reads during a launch
         self._words = self.block.data  # takes integers alone, and faster than the array does
         self._run = _runner(self)
 

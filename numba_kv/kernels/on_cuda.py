@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from numba_kv.device.build_cache import read_product, write_product
 from numba_kv.device.module import Function, ptx_to_cubin
 from numba_kv.errors import InvariantError
+from numba_kv.kernels.driver_calls import DriverCalls
 from numba_kv.kernels.jit import specialise
 from numba_kv.kernels.numba_targets import array_from_address, compile_to_ptx, cuda_device_function
 from numba_kv.kernels.source import array_kinds, build_key, call_arguments, product_name, unpack_lines
@@ -19,7 +20,10 @@ if TYPE_CHECKING:
     from numba_kv.device.stream import Stream
     from numba_kv.kernels.jit import Kernel, Launch
 
-__all__ = ["compile_ptx", "cuda_runner", "entry_name"]
+__all__ = ["GRID", "STREAM", "compile_ptx", "cuda_runner", "entry_name", "launch_call"]
+
+#: Words of a launch that differ from one time to the next.
+GRID, STREAM = 2, 9
 
 _functions: dict[tuple[Kernel, int], Function] = {}
 _lock = threading.RLock()  # an interrupt must not lock its own thread out
@@ -113,24 +117,34 @@ def _cubin(kernel: Kernel, compute_capability: tuple[int, int]) -> tuple[bytes, 
     return cubin, entry_name(ptx)
 
 
-def cuda_runner(launch: Launch) -> Callable[[int, Stream], None]:
-    """Return a function that enqueues the bound kernel over items by one driver call."""
+def launch_call(launch: Launch) -> tuple[Any, ...]:
+    """Return a bound kernel's launch as a call for `DriverCalls`; words `GRID` and `STREAM` of it differ from time to time."""
     import numpy as np
 
-    kernel, device, block, threads = launch.kernel, launch.device, launch.block, launch.threads
+    kernel, device, block = launch.kernel, launch.device, launch.block
     with _lock, device.active():
         place = (kernel, device.ordinal)
         if place not in _functions:
             cubin, entry = _cubin(kernel, device.compute_capability)  # type: ignore[attr-defined]
             _functions[place] = Function(cubin, entry)
         function = _functions[place]
-    base = block.ctypes.data
-    addresses = np.arange(base, base + 8 * len(block), 8, dtype=np.uint64)
-    parameters, block_form = addresses.ctypes.data, kernel.block_form
-    per_block = 1 if block_form else threads
+    if launch.addresses is None:
+        base = block.ctypes.data
+        launch.addresses = np.arange(base, base + 8 * len(block), 8, dtype=np.uint64)
+    parameters = launch.addresses.ctypes.data
+    return "cuLaunchKernel", function.handle, 0, 1, 1, launch.threads, 1, 1, 0, 0, parameters, 0
 
-    def run(items: int, stream: Stream, _keep: Any = addresses) -> None:
-        block[0] = items
-        function.launch(-(-items // per_block), threads, parameters, stream)  # type: ignore[arg-type]
+
+def cuda_runner(launch: Launch) -> Callable[[int, Stream], None]:
+    """Return a function that enqueues the bound kernel over items by one driver call."""
+    call = DriverCalls(launch_call(launch))
+    words, values = call.words, launch.block.data
+    per_block = 1 if launch.kernel.block_form else launch.threads
+
+    def run(items: int, stream: Stream) -> None:
+        values[0] = items
+        words[GRID] = -(-items // per_block)
+        words[STREAM] = stream.handle
+        call()
 
     return run

@@ -5,11 +5,12 @@ The loop calls C functions by their addresses, so that its machine code holds no
 
 from __future__ import annotations
 
-import numba
 import numpy as np
 from llvmlite import ir
 from numba.core import types
 from numba.extending import intrinsic
+
+from numba_kv.kernels.host_code import compiled_on_disk
 
 __all__ = ["pump_windows"]
 
@@ -89,16 +90,7 @@ def _pump_windows(segments, skipped, sizes, state, counter, done, functions, blo
     return 0
 
 
-def _compiled():
-    """Return the loop with its machine code kept on disk, or for this process alone where there is no place for it."""
-    table, words, word = "int64[:, ::1]", "int64[::1]", "int64"
-    taken = ", ".join([table, words, words, words, word, words, words, words, words, word, word, word])
-    for cache in (True, False):
-        try:
-            return numba.njit(f"int64({taken})", nogil=True, cache=cache, _nrt=False)(_pump_windows)
-        except (OSError, RuntimeError):
-            if not cache:
-                raise
+_TABLE, _WORDS, _ONE = "int64[:, ::1]", "int64[::1]", "int64"
+_TAKEN = ", ".join([_TABLE, _WORDS, _WORDS, _WORDS, _ONE, _WORDS, _WORDS, _WORDS, _WORDS, _ONE, _ONE, _ONE])
 
-
-pump_windows = _compiled()
+pump_windows = compiled_on_disk(f"int64({_TAKEN})", _pump_windows)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import numpy as np
 
@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from numba_kv.ledger.rows import RowLedger
 
 __all__ = ["KeptRoom", "LeasePlan", "find_leases", "find_room", "plan_leases", "plan_room"]
+
+
+_Plan = TypeVar("_Plan")
 
 
 class KeptRoom(Protocol):
@@ -55,12 +58,11 @@ class LeasePlan:
     targets: NDArray[np.int64]
 
 
-def plan_leases(ledger: RowLedger, counts: NDArray[np.int64]) -> LeasePlan | None:
-    """Return how the full group's pages change so that every row can append its count; None if they need not.
+def plan_leases(ledger: RowLedger, counts: NDArray[np.int64]) -> LeasePlan:
+    """Return how the full group's pages change so that every row can append its count, where the pool has hardly enough.
 
-    When any row is short, every live row is brought `lookahead_pages` ahead, so that the next block is far away. If the
-    pool does not have that, rows get just what they need; if it lacks even that, pages that run ahead of other rows are
-    taken back.
+    Rows get just what they need (where there is more, `kernels/row_growth.py` decides); if the pool lacks even that, pages that
+    run ahead of other rows are taken back.
 
     Raises
     ------
@@ -68,19 +70,11 @@ def plan_leases(ledger: RowLedger, counts: NDArray[np.int64]) -> LeasePlan | Non
         If the rows hold too much in earnest; carries needed, free and reclaimable pages.
     """
     full = ledger.plan.groups[0]
-    if full.is_empty:
-        return None
     page = full.page_tokens
     needed = -(-(ledger.hi + counts) // page)
     missing = np.where(counts > 0, np.maximum(needed - ledger.leased, 0), 0)
-    shortage = int(missing.sum())
-    if not shortage:
-        return None
-    free = ledger.pool.free_pages
-    ahead = np.minimum(needed + ledger.plan.config.lookahead_pages, full.row_pages)
-    targets = np.where(ledger.live, np.maximum(ledger.leased, ahead), 0)
-    if int((targets - ledger.leased).sum()) > free:
-        targets = ledger.leased + missing
+    shortage, free = int(missing.sum()), ledger.pool.free_pages
+    targets = ledger.leased + missing
     if shortage > free:
         surplus = np.where(ledger.live, ledger.leased - np.minimum(ledger.leased, needed), 0)
         if shortage > free + int(surplus.sum()):
@@ -130,7 +124,7 @@ def plan_room(
     return LeasePlan(np.flatnonzero(targets != ledger.leased), targets)
 
 
-def find_leases(ledger: RowLedger, counts: NDArray[np.int64]) -> LeasePlan | None:
+def find_leases(ledger: RowLedger, counts: NDArray[np.int64]) -> LeasePlan:
     """Return what `plan_leases` does, after kept pages were let go if rows alone have too few.
 
     Raises
@@ -154,7 +148,7 @@ def find_room(
     return _found(ledger, lambda: plan_room(ledger, wanted, purpose, keep, leaving))
 
 
-def _found(ledger: RowLedger, plan: Callable[[], LeasePlan | None]) -> LeasePlan | None:
+def _found(ledger: RowLedger, plan: Callable[[], _Plan]) -> _Plan:
     try:
         return plan()
     except CapacityError as error:

@@ -98,9 +98,13 @@ class PageIdPool:
             If `count` is negative.
         """
         ids = self.peek(count)
+        self.take(count)
+        return ids
+
+    def take(self, count: int) -> None:
+        """Take `count` pages, at most those that are free, whose ids the caller has read from the top of the stack."""
         self.free_pages -= count
         self._peak = max(self._peak, self.owned_pages)
-        return ids
 
     def share(self, ids: NDArray[np.int32], holders: int) -> None:
         """Note `holders` more rows that hold the pages `ids`, each of them owned."""

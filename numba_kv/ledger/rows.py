@@ -95,15 +95,6 @@ class RowLedger:
         room: NDArray[np.int64] = np.maximum(limit - self.hi, 0)
         return room
 
-    @property
-    def headroom(self) -> int:
-        """Tokens that every row with a sequence can still take without a new page."""
-        return int(self.room[self.live].min())
-
-    def steps_left(self, counts: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the steps of `counts` tokens that each row can take without a new page."""
-        return self.room // np.maximum(counts, 1)
-
     def note_change(self, leaving: int, joining: int, free_pages: int) -> None:
         """Note what `kernels/row_changes.py` did to the arrays: rows that left and joined, pages that are free now."""
         self.pool.free_pages = free_pages
@@ -135,13 +126,11 @@ class RowLedger:
         return np.concatenate([np.zeros(0, np.int32), *(self.pages[r, targets[r] : self.leased[r]] for r in shrinking)])
 
     def note_steps(self, counts: NDArray[np.int64], steps: int) -> None:
-        """Note steps that ran without the host: a row that cannot take one stops there, and the device says so."""
-        possible = np.where(counts > 0, np.minimum(self.steps_left(counts), steps), 0)
-        if self.is_exact:
-            self.note_even_steps(possible * counts, np.where(possible > 0, counts, 0))
-            return
+        """Note steps that ran without the host, where lengths have bounds: a row that cannot take one stops there."""
+        room = self.room
+        possible = np.minimum(room // np.maximum(counts, 1), steps)
         self.lo += np.where(possible == steps, steps, 0) * counts  # a shorter row may have gone on where a longer one stopped
-        self.hi += np.minimum(steps * counts, self.room)
+        self.hi += np.minimum(steps * counts, room)
         np.maximum(self.high_water, self.hi, out=self.high_water)
 
     def note_uncertain_step(self, most: NDArray[np.int64], least: NDArray[np.int64], back: NDArray[np.int64]) -> None:
@@ -174,29 +163,6 @@ class RowLedger:
         self.lo[:] = self.hi[:] = lengths
         self.high_water[:] = high_water
         self.mapped_begin[:] = mapped_begin
-
-    def note_even_steps(self, counts: NDArray[np.int64], last: NDArray[np.int64]) -> None:
-        """Catch up with several steps at once: `counts` tokens a row in all, `last` of them in the last step."""
-        self.lo += counts
-        self.hi += counts
-        np.maximum(self.high_water, self.hi, out=self.high_water)
-        self._map(self.lo - last, last, self.mapped_begin)
-
-    def mapped_after(self, counts: NDArray[np.int64], last: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return `mapped_begin` as `note_even_steps` would leave it; changes nothing."""
-        begin: NDArray[np.int64] = self.mapped_begin.copy()
-        self._map(self.lo + counts - last, last, begin)
-        return begin
-
-    def _map(self, start: NDArray[np.int64], counts: NDArray[np.int64], mapped_begin: NDArray[np.int64]) -> None:
-        moved = counts > 0
-        for g, group in enumerate(self.plan.groups):
-            if group.window.is_full:
-                continue
-            window, page = group.window.tokens, group.page_tokens
-            low = np.maximum(0, start - window + 1) if group.window.kind == "sliding" else start // window * window
-            begin = np.maximum(low // page, -(-(start + counts) // page) - group.ring)
-            np.copyto(mapped_begin[g], begin, where=moved)
 
     def rewind_problem(self, row: int, target: int, can_copy: bool = False) -> str | None:
         """Return why a row cannot be rewound to `target` tokens, or None; `can_copy`: shared pages are no reason."""

@@ -10,6 +10,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from numba_kv.batch import Batch, Sequence
 from numba_kv.config import AttentionLayer, LLMEngineConfig
@@ -18,11 +19,17 @@ from numba_kv.geometry import FULL, Window, ceil_div
 from numba_kv.replay.plain_manager import PlainManager
 from numba_kv.shared_resources import SharedResources
 
+if TYPE_CHECKING:
+    from numba_kv.batch.capture import CapturedStep
+    from numba_kv.device import Stream
+
 __all__ = ["StepPoint", "measure_point", "median_us", "step_points"]
 
 _STEPS = 100  # of a captured graph, and of each measured loop
+_LONG = 10  # graphs of a long loop: 1,000 steps
 _WARM_UP = 8  # graphs launched before those that count: the driver and the caches settle over the first ones
 _GRAPHS = 20
+_LONG_LOOPS = 7
 _UPDATES = 48
 _WINDOWS = (Window("sliding", 512), Window("sliding", 1024), Window("sliding", 2048))
 
@@ -89,7 +96,7 @@ def _plain_us(point: StepPoint, resources: SharedResources) -> float:
 
 def _resources(point: StepPoint, target: str | None) -> SharedResources:
     windows = (FULL, *_WINDOWS[: point.groups - 1])
-    capacity = point.context + (_WARM_UP + _GRAPHS + 4) * _STEPS
+    capacity = point.context + (_WARM_UP + _GRAPHS + 4 + (_LONG_LOOPS + 1) * _LONG) * _STEPS
     config = LLMEngineConfig(
         layers=tuple(AttentionLayer(num_kv_heads=1, head_dim=8, window=w) for w in windows),
         max_batch_size=point.rows,
@@ -167,14 +174,33 @@ def _captured(batch: Batch) -> dict[str, float]:
         start = time.perf_counter()
         graph.advanced()
         loop[-1] += host[-1] + (time.perf_counter() - start) * 1e6 / _STEPS
+    long = [_loop_us(graph, stream) for _ in range(_LONG_LOOPS)]
     graph.close()
     found = {
         "captured_host_us": round(statistics.median(host[_WARM_UP:]), 4),
         "captured_loop_host_us": round(statistics.median(loop[_WARM_UP:]), 4),
+        "captured_1000_loop_host_us": round(statistics.median(long), 4),
     }
     if batch.resources.device.target == "cuda":
         found["captured_gpu_us"] = round(statistics.median(device[_WARM_UP:]), 3)
     return found
+
+
+def _loop_us(graph: CapturedStep, stream: Stream) -> float:
+    """Host time a step of a long loop: room for all steps at once, graph after graph, and the steps noted."""
+    stream.synchronize()
+    start = time.perf_counter()
+    graph.reserve(_LONG * _STEPS)
+    reserved = time.perf_counter() - start
+    launched = 0.0
+    for _ in range(_LONG):
+        stream.synchronize()  # or the host would wait for room in the driver's queue, which is GPU time
+        start = time.perf_counter()
+        graph.launch()
+        launched += time.perf_counter() - start
+    start = time.perf_counter()
+    graph.advanced()
+    return (reserved + launched + time.perf_counter() - start) * 1e6 / (_LONG * _STEPS)
 
 
 def _dispatcher_us(batch: Batch) -> float:

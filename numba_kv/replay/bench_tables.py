@@ -23,6 +23,7 @@ _STEP_COLUMNS = (
     ("bound", "bound_host_us", "the launch alone, its arguments bound before, on the host"),
     ("captured host", "captured_host_us", "a step of a graph of 100, on the host"),
     ("loop host", "captured_loop_host_us", "the same with the reservation of the steps and their note"),
+    ("1000 host", "captured_1000_loop_host_us", "the same in loops of 1,000 steps"),
     ("captured GPU", "captured_gpu_us", "a step of the graph, on the GPU"),
     ("dispatcher", "dispatcher_host_us", "the same kernel through Numba's own launch path, on the host"),
     ("plain", "plain_host_us", "the same work in plain Python, and one upload"),

@@ -12,10 +12,12 @@ from typing import Any
 import pytest
 
 import numba_kv as kv
+from numba_kv.batch.stepper import Stepper
 from numba_kv.cache import KVPageTable, StepBuffers
 from numba_kv.device import Memory, Staging
 from numba_kv.device.guard import CallGuard
 from numba_kv.kernels.jit import Launch
+from numba_kv.ledger.pages import PageIdPool
 from numba_kv.ledger.rows import RowLedger
 from tests.helpers.models import tiny_config
 
@@ -31,7 +33,8 @@ PLACES = [
     (CallGuard, "take"),
     (CallGuard, "release"),
     (RowLedger, "note_change"),
-    (RowLedger, "note_even_steps"),
+    (Stepper, "_note_even"),
+    (PageIdPool, "take"),
     (RowLedger, "note_rewind"),
     (RowLedger, "permute"),
 ]

@@ -375,3 +375,17 @@ def test_a_stream_that_is_not_captured_takes_no_work(fake: Fake) -> None:
     driver.results["cuStreamIsCapturing"] = (driver.CUresult.CUDA_SUCCESS, active)
     assert device.as_capturing_stream(0x99).handle == 0x99
     assert {context for _, context in driver.calls} == {MINE}
+
+
+def test_one_query_frees_every_block_whose_copy_ran_before(fake: Fake) -> None:
+    device, driver, _ = fake
+    staging = Staging(device, 4, initial_blocks=4)
+    for _ in range(4):
+        staging.acquire()
+        staging.send_to(0xA000, 4, device.stream)
+    driver.calls.clear()
+    for _ in range(4):  # the newest of the four was asked once; then each is free until it is sent again
+        staging.acquire()
+        staging.send_to(0xA000, 4, device.stream)
+    assert [name for name, _ in driver.calls].count("is_done") == 1
+    assert staging.num_blocks == 4

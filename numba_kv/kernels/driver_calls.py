@@ -1,0 +1,100 @@
+"""Driver calls in a row, made by one compiled call.
+
+A call through the Python binding costs about a microsecond beside what the driver does, which is as much as the driver needs
+for many of them. Here the host keeps calls as words, address of the function first, and changes those that differ from one
+time to the next. Knows words and the names of driver functions; what they mean is known to who makes the calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from numba_kv.device.driver import check_driver
+from numba_kv.errors import DeviceError
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+__all__ = ["CALL_WORDS", "DriverCalls", "driver_function"]
+
+#: Words of a call: the function's address and its parameters, 11 at most, each of them 64 bits or fewer.
+CALL_WORDS = 12
+#: Version of CUDA whose meaning of a name is wanted.
+_VERSION = 12000
+
+
+@cache
+def driver_function(name: str) -> int:
+    """Return the address of a function of the driver.
+
+    Raises
+    ------
+    DeviceError
+        If the driver has none of that name.
+    """
+    from cuda.bindings import driver
+
+    address, _ = check_driver(driver.cuGetProcAddress(name.encode(), _VERSION, 0), name)
+    if not address:
+        raise DeviceError(f"{name}: the driver has no such function")
+    return int(address)
+
+
+class DriverCalls:
+    """Calls of driver functions that return a status, made in their order until one fails.
+
+    Parameters
+    ----------
+    *calls : sequence
+        Name of the function, then its parameters as integers: values, and addresses of what has to live as long as this.
+
+    Attributes
+    ----------
+    words : memoryview of int64
+        The calls, `CALL_WORDS` each: parameter i of call c is ``words[c * CALL_WORDS + 1 + i]``. Takes integers alone.
+    """
+
+    __slots__ = ("_address", "_names", "_run", "_table", "words")
+
+    def __init__(self, *calls: Sequence[Any]) -> None:
+        self._run = _compiled()
+        self._names = [str(call[0]) for call in calls]
+        self._table: NDArray[np.int64] = np.zeros(CALL_WORDS * len(calls), np.int64)
+        for c, (name, *parameters) in enumerate(calls):
+            row = [driver_function(name), *parameters]
+            self._table[c * CALL_WORDS : c * CALL_WORDS + len(row)] = np.array(row, np.uint64).view(np.int64)
+        self._address = self._table.ctypes.data
+        self.words = self._table.data
+
+    def __call__(self) -> None:
+        """Make the calls.
+
+        Raises
+        ------
+        DeviceError
+            If one fails; those behind it are not made.
+        """
+        failed = self._run(self._address, len(self._names))
+        if failed:
+            self._refuse(failed)
+
+    def _refuse(self, failed: int) -> None:
+        from cuda.bindings import driver
+
+        place, status = divmod(failed, 1 << 32)
+        try:
+            reason = driver.CUresult(status).name
+        except ValueError:
+            reason = f"error {status}"
+        raise DeviceError(f"{self._names[place]}: the driver reports {reason}")
+
+
+@cache
+def _compiled() -> Any:
+    from numba_kv.kernels.driver_loop import run_calls
+
+    return run_calls

@@ -1,0 +1,63 @@
+"""Calls by their addresses: order, parameters, the first failure. Functions of this process stand for those of a driver."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from numba_kv.errors import DeviceError
+from numba_kv.kernels import driver_calls
+from numba_kv.kernels.driver_calls import CALL_WORDS, DriverCalls
+
+WORDS = [ctypes.c_int64] * 11
+made: list[tuple[str, tuple[int, ...]]] = []
+
+
+@pytest.fixture
+def functions(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Callable[..., int]]]:
+    """Driver functions by name, whose calls are written into `made`."""
+    found: dict[str, Callable[..., int]] = {}
+    alive: list[object] = []  # what is called by its address alone
+
+    def address(name: str) -> int:
+        def call(*words: int) -> int:
+            made.append((name, words))
+            return found[name](*words)
+
+        function = ctypes.CFUNCTYPE(ctypes.c_int, *WORDS)(call)
+        alive.append(function)
+        return ctypes.cast(function, ctypes.c_void_p).value or 0
+
+    monkeypatch.setattr(driver_calls, "driver_function", address)
+    made.clear()
+    yield found
+    alive.clear()
+
+
+def test_calls_are_made_in_order_with_their_words(functions: dict[str, Callable[..., int]]) -> None:
+    functions |= {"cuFirst": lambda *words: 0, "cuSecond": lambda *words: 0}
+    calls = DriverCalls(("cuFirst", 5, 2**63 + 1), ("cuSecond", *range(1, 12)))
+    calls()
+    assert [name for name, _ in made] == ["cuFirst", "cuSecond"]
+    assert made[0][1][:3] == (5, -(2**63) + 1, 0)  # 64 bits, as they are
+    assert made[1][1] == tuple(range(1, 12))
+    calls.words[CALL_WORDS + 1 + 10] = 77
+    calls()
+    assert made[-1][1] == (*range(1, 11), 77)
+
+
+def test_the_first_failure_ends_them(functions: dict[str, Callable[..., int]]) -> None:
+    statuses = iter([0, 700, 0])
+    functions |= {name: lambda *words: next(statuses) for name in ("cuFirst", "cuSecond", "cuThird")}
+    calls = DriverCalls(("cuFirst",), ("cuSecond",), ("cuThird",))
+    with pytest.raises(DeviceError, match="cuSecond: the driver reports CUDA_ERROR_ILLEGAL_ADDRESS"):
+        calls()
+    assert [name for name, _ in made] == ["cuFirst", "cuSecond"]
+
+
+def test_a_status_without_a_name_is_told_by_its_number(functions: dict[str, Callable[..., int]]) -> None:
+    functions["cuFirst"] = lambda *words: 123456
+    with pytest.raises(DeviceError, match="cuFirst: the driver reports error 123456"):
+        DriverCalls(("cuFirst",))()
