@@ -73,8 +73,8 @@ class StepLaunches:
         The launch of a decode step.
     items : int
         Items of `advance`: one a row and group.
-    acquire : callable
-        Returns the words of the next block to send.
+    acquire, acquire_block : callable
+        Return the words of the next block to send, and the block.
     states : StateRows or None
         Where rows find their recurrent states; None if the model has none. Set by the batch.
     """
@@ -91,7 +91,7 @@ class StepLaunches:
         self._windows = sum(not g.window.is_full for g in buffers.plan.groups)
         self._edits = buffers.edits.address
         self._staging = Staging(self._device, buffers.edits.size, initial_blocks=4)
-        self.acquire = self._staging.acquire
+        self.acquire, self.acquire_block = self._staging.acquire, self._staging.acquire_block
         self._tile = 1 if self._device.target == "cuda" else 256
         arena = buffers.arena
         state = {

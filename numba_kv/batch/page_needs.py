@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from numba_kv.errors import CapacityError
-from numba_kv.kernels import layout
 from numba_kv.kernels.row_growth import find_needs, least_steps
 from numba_kv.ledger.leases import LeasePlan, find_leases, plan_leases
 
@@ -26,8 +25,6 @@ class PageNeeds:
     ----------
     ledger : RowLedger
         Read, and changed by nothing here but that kept pages are let go where `plan` needs them.
-    block_words : int
-        Words of a block of records.
 
     Attributes
     ----------
@@ -37,7 +34,7 @@ class PageNeeds:
         Pages that each row should hold, by the last `find` that found enough.
     """
 
-    def __init__(self, ledger: RowLedger, block_words: int) -> None:
+    def __init__(self, ledger: RowLedger) -> None:
         full, config = ledger.plan.groups[0], ledger.plan.config
         self.page_tokens = 0 if full.is_empty else full.page_tokens
         self.targets = np.zeros(config.max_batch_size, np.int64)
@@ -45,7 +42,6 @@ class PageNeeds:
         self._row_pages = full.row_pages
         self._ahead = config.lookahead_pages
         self._capacity = config.max_kv_cache_capacity
-        self._block_words = block_words
 
     def find(self, tokens: NDArray[np.int64]) -> tuple[int, int, int]:
         """Return what rows lack so that each can append its `tokens`, and how they grow.
@@ -90,12 +86,6 @@ class PageNeeds:
             kept = self._ledger.kept
             return kept is None or not kept.can_free(error.needed - error.free - error.evictable)
         return False
-
-    def fit_a_block(self, tokens: NDArray[np.int64]) -> bool:
-        """Return whether what `tokens` need is free, and one block holds its records and a layout."""
-        missing, grown, rows = self.find(tokens)
-        words = rows * layout.RECORD_WORDS + grown + 2 * len(tokens) + 1
-        return not missing or (grown > 0 and words <= self._block_words)
 
     def fitting(self, counts: NDArray[np.int64], steps: int) -> NDArray[np.int64]:
         """Return the tokens of `steps` steps of `counts` tokens, at most what fits the rows."""

@@ -31,15 +31,15 @@ class Sequence(Unique):
         First tokens of its prompt that were not computed for it, but reused.
     """
 
-    __slots__ = ("_batch", "_row", "adapter", "generation", "prompt_tokens", "reused_tokens", "state")
+    __slots__ = ("__dict__", "_batch", "_row", "generation", "prompt_tokens")  # the rest is seldom anything else than here
 
     _batch: Batch
     _row: int
     generation: int
     prompt_tokens: int
-    state: str
-    adapter: LoRAAdapter | None
-    reused_tokens: int
+    state: str = "active"
+    adapter: LoRAAdapter | None = None
+    reused_tokens: int = 0
 
     @property
     def row(self) -> int:
@@ -83,8 +83,6 @@ def start_sequences(
         sequence._row = row
         sequence.generation = first
         sequence.prompt_tokens = prompt_tokens
-        sequence.reused_tokens = 0
-        sequence.state, sequence.adapter = "active", None
         made.append(sequence)
         first += 1
     return made
@@ -92,9 +90,9 @@ def start_sequences(
 
 def rows_of(sequences: list[Any], active: dict[int, Sequence]) -> list[int] | None:
     """Return the rows of `sequences` if each is what `active` has in its row, and named once; else None."""
-    find = active.get
     try:
-        rows = [row for sequence in sequences if find(row := sequence._row) is sequence]
+        rows = [sequence._row for sequence in sequences]
+        found = list(map(active.get, rows)) == sequences  # one call, which compares by identity
     except (AttributeError, TypeError):  # something else than a sequence
         return None
-    return rows if len(rows) == len(sequences) == len(set(rows)) else None
+    return rows if found and len(rows) == len(set(rows)) else None

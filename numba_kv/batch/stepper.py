@@ -20,9 +20,9 @@ from numba_kv.batch.permutation import cycles_of
 from numba_kv.batch.reservation import Launched, Reservation
 from numba_kv.batch.stats import BatchStats
 from numba_kv.batch.view import StepView
-from numba_kv.errors import CapacityError, InputError, InvariantError, StateError
+from numba_kv.errors import CapacityError, InputError, StateError
 from numba_kv.kernels import layout
-from numba_kv.kernels.row_changes import note_change, write_change
+from numba_kv.kernels.row_changes import RowArrays, note_change_at, write_change_at
 from numba_kv.kernels.row_growth import note_even_steps, note_growth, write_growth
 from numba_kv.ledger.leases import LeasePlan
 from numba_kv.ledger.rows import FIRST_WINDOW, RowLedger
@@ -77,7 +77,20 @@ class Stepper:
         self._request_words = self._request.data
         self._changes = np.zeros(rows, np.int8)
         self._last = np.zeros(rows, np.int64)  # most tokens that each row's last step appended
-        self._needs = PageNeeds(self.ledger, buffers.edits.size)
+        ledger = self.ledger
+        self._arrays = RowArrays(
+            request=self._request,
+            live=ledger.live,
+            changes=self._changes,
+            numbers=ledger.numbers,
+            rings=ledger.ring_pages,
+            pages=ledger.pages,
+            stack=ledger.pool.stack,
+            shares=ledger.pool.shares,
+            last=self._last,
+            layout=self._layout,
+        )
+        self._needs = PageNeeds(self.ledger)
         self._windows = np.array([_window_words(group) for group in self.plan.groups], np.int64)
 
     # -- composition ---------------------------------------------------------------------------------------------
@@ -89,30 +102,17 @@ class Stepper:
         request, leave, join = self._request, len(leaving), len(prompts)
         total = leave + join
         pack_into(f"{total}q", self._request_words, 0, *leaving, *prompts)  # half of NumPy's time, for so few
-        words = self.launches.acquire()
-        numbers, live = ledger.numbers, ledger.live
-        records, num_words = write_change(request, leave, join, words, live, self._changes, numbers, ledger.ring_pages)
+        block = self.launches.acquire_block()
+        records, num_words = write_change_at(self._arrays.address, block.address, len(block.words), leave, join)
         self._start_change()
         if self.scrubs is not None:
             self.stats.launches += self.scrubs.leaving(leaving)
         before = self.device.bytes_to_device
         self.launches.send(num_words, records)
         self._count(before)
-        top, rotated = note_change(
-            request,
-            leave,
-            join,
-            ledger.admitted,
-            live,
-            numbers,
-            ledger.pages,
-            pool.stack,
-            pool.free_pages,
-            pool.shares,
-            self._last,
-            self._layout,  # the device's counts of these rows are 0 now: the next step sends its layout
-            FIRST_WINDOW,
-        )
+        top, rotated = note_change_at(
+            self._arrays.address, leave, join, ledger.admitted, pool.free_pages, FIRST_WINDOW
+        )  # the device's counts of these rows are 0 now: the next step sends its layout
         ledger.note_change(leave, join, top)
         if ledger.has_bases:
             ledger.base[request[:leave]] = ledger.base[request[total : total + join]] = 0
@@ -130,7 +130,7 @@ class Stepper:
         self.launches.permute(cycles_of(sources))
         self._count(before)
         self.ledger.permute(sources)
-        self._last = self._last[sources]
+        self._last[:] = self._last[sources]
         self._layout[:] = -1  # the device's counts have the old order: the next step sends its layout
 
     def move_pages(self, leases: LeasePlan) -> None:
@@ -251,14 +251,15 @@ class Stepper:
             wanted = needs.fitting(counts, fitting)
         else:
             self._check_capacity(wanted)
-        parts = [steps]
-        if not self._needs.fit_a_block(wanted):
-            stride = max(1, self.plan.config.max_batch_tokens // total)  # steps whose pages one block holds in any case
-            parts = [*range(stride, steps, stride), steps]
-            if not partial:
+        moved = self._grow(wanted) if np.array_equal(counts, self._layout) else None
+        if moved is not None:
+            self.stats.page_blocks += moved
+        else:
+            stride = max(1, self.plan.config.max_batch_tokens // total)  # steps whose pages one block holds
+            if not partial and steps > stride:
                 self._needs.plan(wanted)  # a refusal comes before the first of several blocks is sent
-        for part in parts:
-            self.stats.page_blocks += self._prepare(counts, np.minimum(wanted, counts * part))
+            for part in (*range(stride, steps, stride), steps):
+                self.stats.page_blocks += self._prepare(counts, np.minimum(wanted, counts * part))
         self._start_change()
         self.reservation.open(int(counts.max()), steps)
         return self._needs.steps_left(counts)
@@ -385,11 +386,9 @@ class Stepper:
         """Send the layout `counts` and the pages for `tokens` more, as far as the device lacks them; return if pages moved."""
         self._check_capacity(tokens)
         if np.array_equal(counts, self._layout):
-            missing, grown, rows = self._needs.find(tokens)
-            if not missing or grown:
-                if grown:
-                    self._grow(grown, rows)
-                return grown > 0
+            moved = self._grow(tokens)
+            if moved is not None:
+                return moved
         leases = self._needs.plan(tokens)
         block = EditBlock()
         ids = self._lease(leases, block) if leases is not None else None
@@ -402,22 +401,26 @@ class Stepper:
             self._send(block)
         if leases is not None and ids is not None:
             self.ledger.move_pages(leases.rows, leases.targets, ids)
-        self._layout = counts.copy()  # not the array of `_last`, in which rows that leave are set to 0
+        self._layout[:] = counts
         return leases is not None
 
-    def _grow(self, pages: int, rows: int) -> None:
-        """Send the pages that rows get to reach the targets of `PageNeeds.find`, and nothing else."""
+    def _grow(self, tokens: NDArray[np.int64]) -> bool | None:
+        """Send the pages for `tokens` more, and nothing else; return if there were any, None if one block does not do."""
         ledger, pool, targets = self.ledger, self.ledger.pool, self._needs.targets
+        missing, grown, rows = self._needs.find(tokens)
+        if not missing:
+            return False
+        if not grown or rows * layout.RECORD_WORDS + grown > self.buffers.edits.size:
+            return None
         words = self.launches.acquire()
-        if rows * layout.RECORD_WORDS + pages > len(words):
-            raise InvariantError(f"{pages} pages of {rows} rows are more than the {len(words)} words of a block")
         num_words = write_growth(words, rows, targets, ledger.numbers, pool.stack, pool.free_pages)
         self._start_change()
         before = self.device.bytes_to_device
         self.launches.send_pages(num_words, rows)
         self._count(before)
         note_growth(targets, ledger.numbers, ledger.pages, pool.stack, pool.free_pages)
-        pool.take(pages)
+        pool.take(grown)
+        return True
 
     def _lease(self, leases: LeasePlan, block: EditBlock) -> NDArray[np.int32]:
         """Write into `block` how pages move between the pool and rows; return the ids that rows get, row after row."""
@@ -446,7 +449,7 @@ class Stepper:
                     self.taken_back(back)
                 self.ledger.note_uncertain_step(counts, least, back)
                 back = back if driven.back is None else counts
-        self._last = counts.copy()
+        self._last[:] = counts
 
     def _check_total(self, total: int) -> None:
         most = self.plan.config.max_batch_tokens

@@ -103,14 +103,18 @@ class Staging:
         Stream: host only, unless `max_blocks` copies are in flight; then it waits for the oldest. Cost: no allocation, unless
         every block made so far is in flight.
         """
+        return self.acquire_block().words
+
+    def acquire_block(self) -> StagingBlock:
+        """Do what `acquire` does; return the block with its address."""
         block = self._current()
         if not self._is_free(block):
             if len(self._blocks) < self._max_blocks:
-                return self._grow().words
+                return self._grow()
             if block.event is not None:
                 block.event.synchronize()
             block.stream = None
-        return block.words
+        return block
 
     def _is_free(self, block: StagingBlock) -> bool:
         """Return whether the copy out of `block`, the oldest, has run.

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numba
 import numpy as np
 
+from numba_kv.kernels.host_code import compiled_on_disk
 from numba_kv.kernels.layout import (
     CLEAR_TO,
     FLAGS,
@@ -27,11 +28,12 @@ from numba_kv.kernels.layout import (
     RINGS_AT,
     ROW,
 )
+from numba_kv.kernels.numba_targets import array_from_address
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["lowest_free", "note_change", "write_change", "write_records"]
+__all__ = ["RowArrays", "lowest_free", "note_change", "note_change_at", "write_change", "write_change_at", "write_records"]
 
 _GENERATION, _PROMPT, _LEASED, _LOW, _HIGH, _, _FLOOR = range(7)
 
@@ -171,3 +173,87 @@ def note_change(
         last[row] = 0
         layout[row] = -1
     return top, rotated
+
+
+class RowArrays:
+    """Where the arrays of a batch's rows are: a compiled call that is given each of them looks at them for microseconds.
+
+    Parameters
+    ----------
+    request, live, changes, numbers, rings, pages, stack, shares, last, layout
+        As `write_change` and `note_change` take them; dense. They stay where they are as long as this lives, which keeps them.
+
+    Attributes
+    ----------
+    address : int
+        Of the words that `write_change_at` and `note_change_at` read.
+    """
+
+    def __init__(
+        self,
+        *,
+        request: NDArray[np.int64],
+        live: NDArray[np.bool_],
+        changes: NDArray[np.int8],
+        numbers: NDArray[np.int64],
+        rings: NDArray[np.int32],
+        pages: NDArray[np.int32],
+        stack: NDArray[np.int32],
+        shares: NDArray[np.int32],
+        last: NDArray[np.int64],
+        layout: NDArray[np.int64],
+    ) -> None:
+        self._arrays = (request, live, changes, numbers, rings, pages, stack, shares, last, layout)
+        sizes = (len(live), len(numbers), rings.shape[1], pages.shape[1], len(stack), len(request))
+        self._words = np.array([*(array.ctypes.data for array in self._arrays), *sizes], np.int64)
+        self.address: int = self._words.ctypes.data
+
+
+_array_of_int64 = array_from_address("int64", 1, False)
+_array_of_int32 = array_from_address("int32", 1, False)
+_array_of_int8 = array_from_address("int8", 1, False)
+_array_of_bool = array_from_address("boolean", 1, False)
+_lines_of_int64 = array_from_address("int64", 2, False)
+_lines_of_int32 = array_from_address("int32", 2, False)
+_NUM_WORDS = 16
+
+
+def _write_change_at(arrays, words, num_words, leaving, joining):
+    """Do `write_change` with `RowArrays` at an address, into `num_words` words at another; return records and words."""
+    at = _array_of_int64(arrays, (_NUM_WORDS,))
+    rows = at[10]
+    return write_change(
+        _array_of_int64(at[0], (at[15],)),
+        leaving,
+        joining,
+        _array_of_int32(words, (num_words,)),
+        _array_of_bool(at[1], (rows,)),
+        _array_of_int8(at[2], (rows,)),
+        _lines_of_int64(at[3], (at[11], rows)),
+        _lines_of_int32(at[4], (rows, at[12])),
+    )
+
+
+def _note_change_at(arrays, leaving, joining, admitted, top, first_window):
+    """Do `note_change` with `RowArrays` at an address."""
+    at = _array_of_int64(arrays, (_NUM_WORDS,))
+    rows = at[10]
+    return note_change(
+        _array_of_int64(at[0], (at[15],)),
+        leaving,
+        joining,
+        admitted,
+        _array_of_bool(at[1], (rows,)),
+        _lines_of_int64(at[3], (at[11], rows)),
+        _lines_of_int32(at[5], (rows, at[13])),
+        _array_of_int32(at[6], (at[14],)),
+        top,
+        _array_of_int32(at[7], (at[14],)),
+        _array_of_int64(at[8], (rows,)),
+        _array_of_int64(at[9], (rows,)),
+        first_window,
+    )
+
+
+write_change_at = compiled_on_disk(f"UniTuple(int64, 2)({', '.join(['int64'] * 5)})", _write_change_at)
+note_change_at = compiled_on_disk(f"UniTuple(int64, 2)({', '.join(['int64'] * 6)})", _note_change_at)
