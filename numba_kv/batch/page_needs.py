@@ -75,6 +75,12 @@ class PageNeeds:
             return find_leases(self._ledger, tokens)
         return LeasePlan(np.flatnonzero(self.targets != self._ledger.leased), self.targets.copy())
 
+    def check(self, tokens: NDArray[np.int64]) -> None:
+        """Raise CapacityError if rows and pool have too few pages for `tokens`; let kept ones go if they are wanted."""
+        missing, grown, _ = self.find(tokens)
+        if missing and not grown:
+            find_leases(self._ledger, tokens)
+
     def is_short(self, tokens: NDArray[np.int64]) -> bool:
         """Return whether rows and pool have too few pages for `tokens`, kept ones included."""
         missing, grown, _ = self.find(tokens)

@@ -22,6 +22,7 @@ from numba_kv.batch.stats import BatchStats
 from numba_kv.batch.view import StepView
 from numba_kv.errors import CapacityError, InputError, StateError
 from numba_kv.kernels import layout
+from numba_kv.kernels.driver_calls import CaptureQuery
 from numba_kv.kernels.row_changes import RowArrays, note_change_at, write_change_at
 from numba_kv.kernels.row_growth import note_even_steps, note_growth, write_growth
 from numba_kv.ledger.leases import LeasePlan
@@ -91,6 +92,7 @@ class Stepper:
             layout=self._layout,
         )
         self._needs = PageNeeds(self.ledger)
+        self._is_captured = CaptureQuery() if self.device.target == "cuda" else None
         self._windows = np.array([_window_words(group) for group in self.plan.groups], np.int64)
 
     # -- composition ---------------------------------------------------------------------------------------------
@@ -251,15 +253,20 @@ class Stepper:
             wanted = needs.fitting(counts, fitting)
         else:
             self._check_capacity(wanted)
-        moved = self._grow(wanted) if np.array_equal(counts, self._layout) else None
-        if moved is not None:
+        stride = max(1, self.plan.config.max_batch_tokens // total)  # steps whose pages one block holds in any case
+        if not partial and steps > stride:
+            self._needs.check(wanted)  # a refusal comes before the first of several blocks is sent
+        done = 0
+        while done < steps:
+            more, moved = steps - done, None
+            if np.array_equal(counts, self._layout):
+                while (moved := self._grow(np.minimum(wanted, counts * (done + more)))) is None and more > stride:
+                    more = max(stride, more // 2)
+            if moved is None:
+                more = min(more, stride)
+                moved = self._prepare(counts, np.minimum(wanted, counts * (done + more)))
             self.stats.page_blocks += moved
-        else:
-            stride = max(1, self.plan.config.max_batch_tokens // total)  # steps whose pages one block holds
-            if not partial and steps > stride:
-                self._needs.plan(wanted)  # a refusal comes before the first of several blocks is sent
-            for part in (*range(stride, steps, stride), steps):
-                self.stats.page_blocks += self._prepare(counts, np.minimum(wanted, counts * part))
+            done += more
         self._start_change()
         self.reservation.open(int(counts.max()), steps)
         return self._needs.steps_left(counts)
@@ -268,11 +275,14 @@ class Stepper:
         """Note `steps` steps that ran without the host."""
         taken = self.reservation.take(steps, tokens, driven)
         self.settle()
-        counts = np.where(self._layout > 0, self._layout, 0)
-        for launched in taken:
-            self._note(counts, launched.driven, launched.steps)
-            self.stats.steps += launched.steps
-            self.stats.tokens += launched.steps * int(counts.sum())
+        counts = np.maximum(self._layout, 0)
+        if all(launched.driven is None for launched in taken):
+            self._note(counts, None, steps)
+        else:
+            for launched in taken:
+                self._note(counts, launched.driven, launched.steps)
+        self.stats.steps += steps
+        self.stats.tokens += steps * int(counts.sum())
 
     def rewind(self, back: NDArray[np.int64]) -> None:
         """Take `back` tokens of the rows back."""
@@ -359,7 +369,8 @@ class Stepper:
         StateError
             If the stream is being captured: what the host decides cannot be replayed.
         """
-        if self.device.stream.is_capturing:
+        stream = self.device.stream
+        if stream.is_capturing if self._is_captured is None else self._is_captured(stream):
             raise StateError("the resources' stream is being captured; only enqueue_step() and derived forms can be")
 
     def _start_work(self) -> None:

@@ -19,10 +19,14 @@ from numba_kv.errors import DeviceError
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["CALL_WORDS", "DriverCalls", "driver_function"]
+    from numba_kv.device.stream import Stream
+
+__all__ = ["CALL_WORDS", "GRID", "STREAM", "CaptureQuery", "DriverCalls", "driver_function"]
 
 #: Words of a call: the function's address and its parameters, 11 at most, each of them 64 bits or fewer.
 CALL_WORDS = 12
+#: Words of a call of `cuLaunchKernel` that differ from one time to the next: blocks, and the stream.
+GRID, STREAM = 2, 9
 #: Version of CUDA whose meaning of a name is wanted.
 _VERSION = 12000
 
@@ -91,6 +95,32 @@ class DriverCalls:
         except ValueError:
             reason = f"error {status}"
         raise DeviceError(f"{self._names[place]}: the driver reports {reason}")
+
+
+class CaptureQuery:
+    """Asks whether a stream is being captured: `Stream.is_capturing` at half its cost, for it is asked in every step.
+
+    The stream's device is current in the caller's thread.
+    """
+
+    __slots__ = ("_answer", "_array", "_calls")
+
+    def __init__(self) -> None:
+        self._array: NDArray[np.int32] = np.zeros(1, np.int32)
+        self._answer = self._array.data
+        self._calls = DriverCalls(("cuStreamIsCapturing", 0, self._array.ctypes.data))
+
+    def __call__(self, stream: Stream) -> bool:
+        """Return whether what is enqueued on `stream` now goes into a graph. Host only.
+
+        Raises
+        ------
+        DeviceError
+            If the driver does not say.
+        """
+        self._calls.words[1] = stream.handle
+        self._calls()
+        return self._answer[0] != 0  # 0 is the driver's word for none
 
 
 @cache

@@ -289,7 +289,13 @@ class Launch:
         self.block = np.array(words, np.int64)
         self.addresses: NDArray[np.uint64] | None = None  # of the words, which a driver reads during a launch
         self._words = self.block.data  # takes integers alone, and faster than the array does
+        self._per_block = 1 if kernel.block_form else threads
         self._run = _runner(self)
+
+    def prepare(self, items: int) -> int:
+        """Set the number of items, for a caller that launches by itself; return the blocks of threads that they take."""
+        self._words[0] = items
+        return -(-items // self._per_block)
 
     def __call__(self, items: int, stream: Stream, **scalars: int) -> None:
         """Run the kernel over `items` items.

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from numba_kv.device.build_cache import read_product, write_product
 from numba_kv.device.module import Function, ptx_to_cubin
 from numba_kv.errors import InvariantError
-from numba_kv.kernels.driver_calls import DriverCalls
+from numba_kv.kernels.driver_calls import GRID, STREAM, DriverCalls
 from numba_kv.kernels.jit import specialise
 from numba_kv.kernels.numba_targets import array_from_address, compile_to_ptx, cuda_device_function
 from numba_kv.kernels.source import array_kinds, build_key, call_arguments, product_name, unpack_lines
@@ -20,10 +20,7 @@ if TYPE_CHECKING:
     from numba_kv.device.stream import Stream
     from numba_kv.kernels.jit import Kernel, Launch
 
-__all__ = ["GRID", "STREAM", "compile_ptx", "cuda_runner", "entry_name", "launch_call"]
-
-#: Words of a launch that differ from one time to the next.
-GRID, STREAM = 2, 9
+__all__ = ["compile_ptx", "cuda_runner", "entry_name", "launch_call"]
 
 _functions: dict[tuple[Kernel, int], Function] = {}
 _lock = threading.RLock()  # an interrupt must not lock its own thread out
@@ -138,12 +135,10 @@ def launch_call(launch: Launch) -> tuple[Any, ...]:
 def cuda_runner(launch: Launch) -> Callable[[int, Stream], None]:
     """Return a function that enqueues the bound kernel over items by one driver call."""
     call = DriverCalls(launch_call(launch))
-    words, values = call.words, launch.block.data
-    per_block = 1 if launch.kernel.block_form else launch.threads
+    words, prepare = call.words, launch.prepare
 
     def run(items: int, stream: Stream) -> None:
-        values[0] = items
-        words[GRID] = -(-items // per_block)
+        words[GRID] = prepare(items)
         words[STREAM] = stream.handle
         call()
 

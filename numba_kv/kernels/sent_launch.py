@@ -5,14 +5,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from numba_kv.device.cuda_device import CudaDevice
-from numba_kv.kernels.driver_calls import CALL_WORDS, DriverCalls
+from numba_kv.kernels.driver_calls import CALL_WORDS, GRID, STREAM, DriverCalls
 
 if TYPE_CHECKING:
     from numba_kv.device import Staging, Stream
-    from numba_kv.device.stream import Event
     from numba_kv.kernels.jit import Launch
 
 __all__ = ["SentLaunch"]
+
+#: Words of the three calls that differ from one time to the next.
+_SOURCE, _NBYTES, _COPY_STREAM = 2, 3, 4
+_BLOCKS, _LAUNCH_STREAM = CALL_WORDS + GRID, CALL_WORDS + STREAM
+_EVENT, _EVENT_STREAM = 2 * CALL_WORDS + 1, 2 * CALL_WORDS + 2
 
 
 class SentLaunch:
@@ -28,13 +32,14 @@ class SentLaunch:
         Device address with room for a whole block.
     """
 
-    __slots__ = ("_address", "_calls", "_device", "_launch", "_staging")
+    __slots__ = ("_address", "_calls", "_device", "_is_cuda", "_launch", "_staging")
 
     def __init__(self, launch: Launch, staging: Staging, address: int) -> None:
         self._launch = launch
         self._staging = staging
         self._address = address
         self._device = launch.device
+        self._is_cuda = isinstance(launch.device, CudaDevice)
         self._calls: DriverCalls | None = None
 
     def __call__(self, num_words: int, items: int, stream: Stream) -> None:
@@ -47,28 +52,26 @@ class SentLaunch:
         DeviceError
             If the driver refuses.
 
-        Stream: enqueues a copy, an event and a kernel.
+        Stream: enqueues a copy, a kernel and an event. The stream's device is current in the caller's thread.
         """
-        block = self._staging.ready(num_words)
-        if block.event is None or not isinstance(self._device, CudaDevice):  # the first event of a block is made by its record
+        block, launch = self._staging.ready(num_words), self._launch
+        event = block.event
+        if event is None or not self._is_cuda:  # a block's first event is made when it is recorded
             self._staging.send_to(self._address, num_words, stream)
-            self._launch(items, stream)
+            launch(items, stream)
             return
-        self._send(block.address, 4 * num_words, items, block.event, stream.handle)
-        self._device.bytes_to_device += 4 * num_words
-        self._staging.sent(block.event, stream)
-
-    def _send(self, source: int, nbytes: int, items: int, event: Event, stream: int) -> None:
-        from numba_kv.kernels.on_cuda import GRID, STREAM, launch_call
-
-        if self._calls is None:
-            copy, record = ("cuMemcpyHtoDAsync", self._address, 0, 0, 0), ("cuEventRecord", 0, 0)
-            self._calls = DriverCalls(copy, launch_call(self._launch), record)
-        calls, launch = self._calls, self._launch
-        words, kernel, record_at = calls.words, CALL_WORDS, 2 * CALL_WORDS
-        words[2], words[3], words[4] = source, nbytes, stream
-        launch.block[0] = items
-        words[kernel + GRID] = items if launch.kernel.block_form else -(-items // launch.threads)
-        words[kernel + STREAM] = stream
-        words[record_at + 1], words[record_at + 2] = event.handle, stream
+        calls = self._calls or self._bound()
+        words, nbytes = calls.words, 4 * num_words
+        words[_SOURCE], words[_NBYTES], words[_EVENT] = block.address, nbytes, event.handle
+        words[_COPY_STREAM] = words[_LAUNCH_STREAM] = words[_EVENT_STREAM] = stream.handle
+        words[_BLOCKS] = launch.prepare(items)
         calls()
+        self._device.bytes_to_device += nbytes
+        self._staging.sent(event, stream)
+
+    def _bound(self) -> DriverCalls:
+        from numba_kv.kernels.on_cuda import launch_call
+
+        copy, record = ("cuMemcpyHtoDAsync", self._address, 0, 0, 0), ("cuEventRecord", 0, 0)
+        self._calls = calls = DriverCalls(copy, launch_call(self._launch), record)
+        return calls
