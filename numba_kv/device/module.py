@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from numba_kv.device.driver import check_driver
 from numba_kv.errors import DeviceError
 
 if TYPE_CHECKING:
+    from numba_kv.device.device import Device
     from numba_kv.device.stream import CudaStream
 
 __all__ = ["Function", "ptx_to_cubin"]
@@ -60,3 +62,19 @@ class Function:
         (status,) = self._launch(self._function, grid, 1, 1, block, 1, 1, 0, stream.driver_stream, parameters, 0)
         if status:
             raise DeviceError(f"kernel launch: the driver reports {status.name}")
+
+    def repeated(self, grid: int, block: int, parameters: int, device: Device, keep: object) -> Callable[[CudaStream], None]:
+        """Return a function that enqueues the kernel with these arguments; `keep` lives as long.
+
+        It does not look whether the device is current in the calling thread: it nearly always is, and where it is not the
+        driver refuses the launch, which is then made with the device current.
+        """
+        launch, function = self._launch, self._function
+
+        def again(stream: CudaStream, _keep: object = keep) -> None:
+            (status,) = launch(function, grid, 1, 1, block, 1, 1, 0, stream.driver_stream, parameters, 0)
+            if status:
+                with device.active():
+                    self.launch(grid, block, parameters, stream)
+
+        return again

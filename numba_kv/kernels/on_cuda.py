@@ -16,10 +16,14 @@ from numba_kv.kernels.numba_targets import array_from_address, compile_to_ptx, c
 from numba_kv.kernels.source import array_kinds, build_key, call_arguments, product_name, unpack_lines
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from numba_kv.device.device import Device
     from numba_kv.device.stream import Stream
     from numba_kv.kernels.jit import Kernel, Launch
 
-__all__ = ["compile_ptx", "cuda_runner", "entry_name"]
+__all__ = ["compile_ptx", "cuda_repeated", "cuda_runner", "entry_name"]
 
 _functions: dict[tuple[Kernel, int], Function] = {}
 _lock = threading.RLock()  # an interrupt must not lock its own thread out
@@ -113,24 +117,41 @@ def _cubin(kernel: Kernel, compute_capability: tuple[int, int]) -> tuple[bytes, 
     return cubin, entry_name(ptx)
 
 
-def cuda_runner(launch: Launch) -> Callable[[int, Stream], None]:
-    """Return a function that enqueues the bound kernel over items by one driver call."""
-    import numpy as np
-
-    kernel, device, block, threads = launch.kernel, launch.device, launch.block, launch.threads
+def _function(kernel: Kernel, device: Device) -> Function:
+    """Return the kernel as it is loaded on a device; the first call compiles and loads it."""
     with _lock, device.active():
         place = (kernel, device.ordinal)
         if place not in _functions:
             cubin, entry = _cubin(kernel, device.compute_capability)  # type: ignore[attr-defined]
             _functions[place] = Function(cubin, entry)
-        function = _functions[place]
+        return _functions[place]
+
+
+def _addresses(block: NDArray[np.int64]) -> NDArray[np.uint64]:
+    """Return the address of each word of a parameter block: what the driver reads during a launch."""
+    import numpy as np
+
     base = block.ctypes.data
-    addresses = np.arange(base, base + 8 * len(block), 8, dtype=np.uint64)
-    parameters, block_form = addresses.ctypes.data, kernel.block_form
-    per_block = 1 if block_form else threads
+    return np.arange(base, base + 8 * len(block), 8, dtype=np.uint64)
+
+
+def cuda_runner(launch: Launch) -> Callable[[int, Stream], None]:
+    """Return a function that enqueues the bound kernel over items by one driver call."""
+    block, threads = launch.block, launch.threads
+    function, addresses = _function(launch.kernel, launch.device), _addresses(launch.block)
+    parameters, per_block = addresses.ctypes.data, 1 if launch.kernel.block_form else threads
 
     def run(items: int, stream: Stream, _keep: Any = addresses) -> None:
         block[0] = items
         function.launch(-(-items // per_block), threads, parameters, stream)  # type: ignore[arg-type]
 
     return run
+
+
+def cuda_repeated(launch: Launch, items: int) -> Callable[[Stream], None]:
+    """Return a function that enqueues the bound kernel over `items` items: the driver call and nothing else."""
+    threads, addresses = launch.threads, _addresses(launch.block)
+    launch.block[0] = items
+    grid = items if launch.kernel.block_form else -(-items // threads)
+    function = _function(launch.kernel, launch.device)
+    return function.repeated(grid, threads, addresses.ctypes.data, launch.device, (launch, addresses))  # type: ignore[return-value]

@@ -14,6 +14,7 @@ from numba_kv.device import Staging
 from numba_kv.device.cuda_device import CudaDevice
 from numba_kv.device.driver import raise_allocation_error
 from numba_kv.device.interop import as_tensor
+from numba_kv.device.module import Function
 from numba_kv.dtypes import dtype
 from numba_kv.errors import CapacityError, DeviceError, InputError, InteropError, StateError
 from tests.helpers.fake_driver import MINE, OTHER, FakeDriver, FakeNative, cuda_device, fakes
@@ -375,3 +376,41 @@ def test_a_stream_that_is_not_captured_takes_no_work(fake: Fake) -> None:
     driver.results["cuStreamIsCapturing"] = (driver.CUresult.CUDA_SUCCESS, active)
     assert device.as_capturing_stream(0x99).handle == 0x99
     assert {context for _, context in driver.calls} == {MINE}
+
+
+# -- launches
+
+
+def function(device: CudaDevice, driver: FakeDriver, status: Callable[[], Any]) -> Function:
+    """Return a kernel that is loaded already; its launches end as `status` says."""
+    made = Function.__new__(Function)
+    driver.results["cuLaunchKernel"] = lambda *_: (status(),)
+    made._function, made._launch = 0xF, driver.cuLaunchKernel
+    return made
+
+
+def test_a_repeated_launch_is_one_driver_call(fake: Fake) -> None:
+    device, driver, _ = fake
+    driver.stack[:] = [MINE]
+    again = function(device, driver, lambda: driver.CUresult.CUDA_SUCCESS).repeated(7, 64, 0xB0, device, None)
+    again(device.stream)
+    assert driver.calls == [("cuLaunchKernel", MINE)]
+    assert driver.arguments["cuLaunchKernel"] == (0xF, 7, 1, 1, 64, 1, 1, 0, device.stream.driver_stream, 0xB0, 0)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("before", [[], [OTHER]])
+def test_a_refused_launch_is_made_with_the_device_current(fake: Fake, before: list[int]) -> None:
+    device, driver, _ = fake
+    driver.stack[:] = before
+    names = driver.CUresult
+
+    def status() -> Any:
+        return names.CUDA_SUCCESS if driver.current == MINE else names.CUDA_ERROR_INVALID_CONTEXT
+
+    function(device, driver, status).repeated(7, 64, 0xB0, device, None)(device.stream)
+    assert driver.calls == [("cuLaunchKernel", before[-1] if before else 0), ("cuLaunchKernel", MINE)]
+    assert driver.stack == before
+    again = function(device, driver, lambda: names.CUDA_ERROR_LAUNCH_FAILED).repeated(7, 64, 0xB0, device, None)
+    with pytest.raises(DeviceError, match="CUDA_ERROR_LAUNCH_FAILED"):
+        again(device.stream)
+    assert driver.stack == before
