@@ -252,7 +252,7 @@ class PagedAttention(Unique):
         stream: object | None,
     ) -> None:
         device, caches = self._device, self._caches
-        pool, storage = caches.kv(layer), caches.storage(layer)
+        pool, storage = caches.by_token(layer), caches.storage(layer)
         where: Stream = device.stream if stream is None else device.as_capturing_stream(stream)
         heads, dim = storage.num_kv_heads, storage.head_dim
         product = dim**-0.5 if scale is None else checked_number("scale", scale, positive=False)

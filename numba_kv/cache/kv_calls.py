@@ -123,7 +123,7 @@ class LayerCalls:
         InputError, InteropError
             If there is no such layer, or an array is not on the device.
         """
-        pool = self.caches.kv(layer)  # first: it knows whether there are pools and such a layer
+        pool = self.caches.by_token(layer)  # first: it knows whether there are pools and such a layer
         tensors = (self._tensor(k, "k", write), self._tensor(v, "v", write))
 
         def bind() -> RowLaunch:
@@ -146,7 +146,7 @@ class LayerCalls:
         InputError, InteropError
             If there is no such layer, the view is of another model, or an array is not on the device.
         """
-        pool = self.caches.kv(layer)
+        pool = self.caches.by_token(layer)
         all_slots, tokens, rows = self._arrays_of(view)
         slots = all_slots[self.caches.storage(layer).group]
         norm = HeadNorm() if norm is None else norm
