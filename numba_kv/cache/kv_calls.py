@@ -94,26 +94,30 @@ class LayerCalls:
         """Return what elements of type `moved` are multiplied by on their way; see `KVScales.factors`."""
         return self.scales.factors(self.caches.attention_index(layer), moved, write)
 
-    def slots(self, value: Any) -> Tensor:
-        """Return slots as a dense axis.
+    def slots(self, value: Any, *, written: bool = False) -> Tensor:
+        """Return slots as a tensor.
 
         Raises
         ------
         ShapeError, InteropError
-            If they are no dense int64 on the device.
+            If they are no dense int64 on the device, or read-only and to be written.
         """
-        tensor = as_tensor(self._device, value, "slots")
-        tensor.check_open()
+        tensor = self._tensor(value, "slots", not written)
         if tensor.dtype is not _INT64 or not tensor.is_contiguous:
             raise ShapeError(f"slots: {tensor.dtype} with strides {list(tensor.strides)} given, dense int64 wanted")
         check_aligned(tensor, "slots")
-        return reshaped(tensor, (tensor.size,))
+        return tensor
 
     def moved_step(self, layer: int, k: Any, v: Any, view: Step) -> Call:
         """Return the write of a step's K and V; raises as `moved`, or if the step is of another model."""
         group = self.caches.storage(layer).group
         slots, tokens, _ = self._arrays_of(view)
         return self.moved(layer, k, v, slots[group], tokens, write=True)
+
+    def moved_slots(self, layer: int, k: Any, v: Any, slots: Any, *, write: bool) -> Call:
+        """Return the write of K and V to slots, or the read, of all of them; raises as `moved` and `slots`."""
+        found = self.slots(slots)
+        return self.moved(layer, k, v, reshaped(found, (found.size,)), found.size, write=write)
 
     def moved(self, layer: int, k: Any, v: Any, slots: Tensor, tokens: int, *, write: bool) -> Call:
         """Return the write of K and V to slots, or the read.

@@ -12,6 +12,7 @@ from numba_kv.cache.hybrid import HybridCacheManager
 from numba_kv.cache.kv_bound import BoundCall
 from numba_kv.cache.kv_calls import Call, LayerCalls, Step
 from numba_kv.cache.kv_launch import RowLaunch
+from numba_kv.cache.kv_operands import reshaped
 from numba_kv.cache.kv_pages import PageCopies
 from numba_kv.cache.kv_rotation import HeadNorm
 from numba_kv.cache.launch_cache import LaunchCache
@@ -188,8 +189,7 @@ class KVIO(Unique):
         No slot may be there twice. Raises as `write` does.
         """
         with self._guard:
-            found = self._calls.slots(slots)
-            self._run(self._calls.moved(layer, k, v, found, found.size, write=True), stream)
+            self._run(self._calls.moved_slots(layer, k, v, slots, write=True), stream)
 
     def gather_slots(self, layer: int, k: Any, v: Any, slots: Any, *, stream: object | None = None) -> None:
         """Read tokens of slots, int64 [T] on the device, to `k` and `v`; zeros for slots outside of the pool's usable pages.
@@ -197,8 +197,7 @@ class KVIO(Unique):
         `slots` may have more axes, as carry slots do; the tokens follow each other. Raises as `write` does.
         """
         with self._guard:
-            found = self._calls.slots(slots)
-            self._run(self._calls.moved(layer, k, v, found, found.size, write=False), stream)
+            self._run(self._calls.moved_slots(layer, k, v, slots, write=False), stream)
 
     def bind_write(self, layer: int, k: Any, v: Any, view: Step) -> BoundCall:
         """Return `write` bound to these arrays and to the slots of `view`'s model, for `view`'s number of tokens at first.
@@ -231,14 +230,12 @@ class KVIO(Unique):
     def bind_write_slots(self, layer: int, k: Any, v: Any, slots: Any) -> BoundCall:
         """Return `write_slots` bound to these arrays; see `bind_write`."""
         with self._guard:
-            found = self._calls.slots(slots)
-            return self._bound(self._calls.moved(layer, k, v, found, found.size, write=True))
+            return self._bound(self._calls.moved_slots(layer, k, v, slots, write=True))
 
     def bind_gather_slots(self, layer: int, k: Any, v: Any, slots: Any) -> BoundCall:
         """Return `gather_slots` bound to these arrays; see `bind_write`."""
         with self._guard:
-            found = self._calls.slots(slots)
-            return self._bound(self._calls.moved(layer, k, v, found, found.size, write=False))
+            return self._bound(self._calls.moved_slots(layer, k, v, slots, write=False))
 
     def gather(self, layer: int, k: Any, v: Any, lengths: Any, *, rows: Any = None, starts: Any = None, low: int = 0) -> None:
         """Read neighbouring positions of rows to dense arrays; zeros where no page is mapped or the row is not that long.
@@ -264,8 +261,75 @@ class KVIO(Unique):
             If an argument does not fit; no K or V was moved.
         """
         with self._guard:
-            found = self._search.find(layer, self._rows_of(k), lengths, rows, starts, low)
-            self._run(self._calls.moved(layer, k, v, found, found.size, write=False), None)
+            found = self._find_rows(layer, k, lengths, rows, starts, low)
+            self._run(self._calls.moved_slots(layer, k, v, found, write=False), None)
+
+    def gather_ragged(
+        self, layer: int, k: Any, v: Any, cu_seqlens: Any, lengths: Any, *, rows: Any = None, starts: Any = None, low: int = 0
+    ) -> None:
+        """Read neighbouring positions of rows to packed arrays, one row behind the other; zeros as in `gather`.
+
+        Of a window, positions are mapped from its `begin` on: give `starts` to leave the others out, else they are zeros.
+
+        Parameters
+        ----------
+        layer, lengths, rows, starts, low
+            As in `gather`.
+        k, v : array [T, H, D]
+            Written: token t of row b, ``cu_seqlens[b] <= t < cu_seqlens[b + 1]``, is its position
+            ``starts[b] + low + t - cu_seqlens[b]``. Tokens behind those of the last row become zeros.
+        cu_seqlens : array int32 [B + 1]
+            On the device: 0, then the tokens of all rows up to each; never decreasing.
+
+        Raises as `gather` does.
+        """
+        with self._guard:
+            tokens = self._axes_of(k, "[T, H, D]")[0]
+            slots = self._search.own(tokens)
+            self._search.find(layer, slots, lengths, rows, starts, low, cu_seqlens=cu_seqlens)
+            self._run(self._calls.moved_slots(layer, k, v, slots, write=False), None)
+
+    def find_slots(
+        self,
+        layer: int,
+        slots: Any,
+        lengths: Any,
+        *,
+        cu_seqlens: Any = None,
+        rows: Any = None,
+        starts: Any = None,
+        low: int = 0,
+        stream: object | None = None,
+    ) -> None:
+        """Find what `gather` or, with `cu_seqlens`, `gather_ragged` reads, once for all layers of a group.
+
+        The slots are for `gather_slots` and `write_slots`, on every layer that has the group of this one.
+
+        Parameters
+        ----------
+        layer, lengths, rows, starts, low
+            As in `gather`.
+        slots : array int64 [B, n], with `cu_seqlens` [T]
+            Written; -1 where `gather` writes zeros. Dense.
+        cu_seqlens : array int32 [B + 1], optional
+            As in `gather_ragged`.
+        stream : optional
+            The device's own, or one that is being captured.
+
+        Raises
+        ------
+        InputError, ShapeError, InteropError, StateError
+            If an argument does not fit; nothing was enqueued.
+
+        Cost: one launch.
+        """
+        with self._guard:
+            where = None if stream is None else self._device.as_capturing_stream(stream)
+            found = self._calls.slots(slots, written=True)
+            axes = 2 if cu_seqlens is None else 1
+            if found.ndim != axes:
+                raise ShapeError(f"slots: {found.ndim} axes given, {'[B, n]' if axes == 2 else '[T]'} wanted")
+            self._search.find(layer, found, lengths, rows, starts, low, cu_seqlens=cu_seqlens, stream=where)
 
     def scatter(self, layer: int, k: Any, v: Any, lengths: Any, *, rows: Any = None, starts: Any = None, low: int = 0) -> None:
         """Write dense arrays to neighbouring positions of rows: the reverse of `gather`, with its arguments.
@@ -274,8 +338,8 @@ class KVIO(Unique):
         """
         with self._guard:
             self._calls.own(layer)
-            found = self._search.find(layer, self._rows_of(k), lengths, rows, starts, low)
-            self._run(self._calls.moved(layer, k, v, found, found.size, write=True), None)
+            found = self._find_rows(layer, k, lengths, rows, starts, low)
+            self._run(self._calls.moved_slots(layer, k, v, found, write=True), None)
 
     def copy_pages(self, group: int, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy pages of a window group in all its layers.
@@ -322,9 +386,14 @@ class KVIO(Unique):
     def _bound(self, call: Call) -> BoundCall:
         return BoundCall(self._device, self._guard, call)
 
-    def _rows_of(self, k: Any) -> tuple[int, int]:
-        """Return B and n of dense K [B, n, H, D]."""
+    def _find_rows(self, layer: int, k: Any, lengths: Any, rows: Any, starts: Any, low: int) -> Tensor:
+        """Enqueue the search for the slots of dense K [B, n, H, D]."""
+        count, columns, *_ = self._axes_of(k, "[B, n, H, D]")
+        slots = reshaped(self._search.own(count * columns), (count, columns))
+        return self._search.find(layer, slots, lengths, rows, starts, low, named="k")
+
+    def _axes_of(self, k: Any, wanted: str) -> tuple[int, ...]:
         shape = as_tensor(self._device, k, "k").shape
-        if len(shape) != 4:
-            raise ShapeError(f"k: {len(shape)} axes given, [B, n, H, D] wanted")
-        return shape[0], shape[1]
+        if len(shape) != wanted.count(",") + 1:
+            raise ShapeError(f"k: {len(shape)} axes given, {wanted} wanted")
+        return shape

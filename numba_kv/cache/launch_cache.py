@@ -15,9 +15,9 @@ MAX_LAUNCHES = 512
 _Launch = TypeVar("_Launch")
 
 
-def place(tensor: Tensor | None) -> tuple[Any, ...] | None:
+def place(tensor: Tensor | None) -> tuple[Any, ...]:
     """Return all of a tensor that a bound launch depends on."""
-    return None if tensor is None else (tensor.address, tensor.shape, tensor.strides, tensor.dtype.name)
+    return () if tensor is None else (tensor.address, tensor.shape, tensor.strides, tensor.dtype.name)
 
 
 class LaunchCache(Generic[_Launch]):
