@@ -18,6 +18,7 @@ from numba_kv.errors import ConfigError, InputError
 __all__ = [
     "FULL",
     "INT32_MAX",
+    "KV_LAYOUTS",
     "MAX_POOL_PAGES",
     "PAGE_TOKENS",
     "RESERVED_PAGES",
@@ -41,6 +42,9 @@ MAX_POOL_PAGES = INT32_MAX // 2
 RESERVED_PAGES = 2
 #: Legal page sizes.
 PAGE_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+
+#: How a page lies: tokens, each with its heads ([P, H, D]), or heads, each with its tokens ([H, P, D]).
+KV_LAYOUTS = ("NHD", "HND")
 
 WindowKind = Literal["full", "sliding", "chunked"]
 

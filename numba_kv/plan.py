@@ -3,7 +3,8 @@
 Knows window groups, slabs, reserved pages and tables. Does not know devices; a plan is plain numbers.
 
 A *group* is the layers that share one window: one page-id space, one table. A *slab* is the pool of the group's layers
-that also share heads and head size, ``[layers, 2, N, P, H, D]``: K in half 0, V in half 1, exactly N pages after K. ::
+that also share heads and head size, ``[layers, 2, N, P, H, D]``: K in half 0, V in half 1, exactly N pages after K; in a
+group of layout HND a page is [H, P, D]. ::
 
     page ids of a group   0 .. usable pages .. + kept pages .. N-2        N-1
                           rows and leases     copies kept      null page   trash page
@@ -22,7 +23,7 @@ from numba_kv.config.rope_layout import engine_layouts
 from numba_kv.config.state_layout import slot_nbytes, state_plans
 from numba_kv.dtypes import dtype
 from numba_kv.errors import InputError, PlanError
-from numba_kv.geometry import FULL, MAX_POOL_PAGES, RESERVED_PAGES, Window, ceil_div, ring_pages, round_up, table_pages
+from numba_kv.geometry import MAX_POOL_PAGES, RESERVED_PAGES, Window, ceil_div, ring_pages, round_up, table_pages
 
 __all__ = [
     "ALIGNMENT",
@@ -79,7 +80,7 @@ class SlabPlan:
     num_kv_heads, head_dim : int
         H and D.
     shape : tuple of int
-        ``[layers, 2, N, P, H, D]``.
+        ``[layers, 2, N, P, H, D]``, or ``[layers, 2, N, H, P, D]`` if the group's layout is HND.
     layer_nbytes : int
         Distance between two layers' pools in bytes.
     """
@@ -123,6 +124,8 @@ class GroupPlan:
         One per (H, D).
     page_nbytes : int
         Bytes of one page id over all layers, K and V.
+    kv_layout : str
+        "NHD" or "HND".
     """
 
     index: int
@@ -137,6 +140,7 @@ class GroupPlan:
     slabs: tuple[SlabPlan, ...]
     page_nbytes: int
     kept_pages: int = 0
+    kv_layout: str = "NHD"
 
     @property
     def is_empty(self) -> bool:
@@ -333,14 +337,9 @@ def _too_small(plan: MemoryPlan, budget: int) -> PlanError:
 
 
 def _build(config: LLMEngineConfig, full_pages: int) -> MemoryPlan:
-    windows: list[Window] = [FULL]
-    effective = [layer.window if config.use_bounded_swa else FULL for layer in config.layers]
-    for window in effective:
-        if window not in windows:
-            windows.append(window)
     groups = tuple(
-        _plan_group(config, g, window, tuple(i for i, w in enumerate(effective) if w == window), full_pages)
-        for g, window in enumerate(windows)
+        _plan_group(config, g, window, tuple(i for i, w in enumerate(config.layer_windows) if w == window), full_pages)
+        for g, window in enumerate(config.windows)
     )
     plan = MemoryPlan(config, groups, ())
     return replace(plan, regions=tuple(_regions(plan)))
@@ -365,13 +364,13 @@ def _plan_group(config: LLMEngineConfig, index: int, window: Window, layers: tup
     shapes: dict[tuple[int, int], list[int]] = {}
     for i in owners:
         shapes.setdefault((config.layers[i].num_kv_heads, config.layers[i].head_dim), []).append(i)
-    itemsize = dtype(config.kv_cache_dtype).itemsize
+    itemsize, layout = dtype(config.kv_cache_dtype).itemsize, config.kv_layouts[index]
     slabs = tuple(
         SlabPlan(
             layers=tuple(members),
             num_kv_heads=heads,
             head_dim=dim,
-            shape=(len(members), 2, num_pages, page, heads, dim),
+            shape=(len(members), 2, num_pages, *((page, heads) if layout == "NHD" else (heads, page)), dim),
             layer_nbytes=round_up(2 * num_pages * page * heads * dim * itemsize, ALIGNMENT),
         )
         for (heads, dim), members in shapes.items()
@@ -389,6 +388,7 @@ def _plan_group(config: LLMEngineConfig, index: int, window: Window, layers: tup
         slabs=slabs,
         page_nbytes=sum(len(s.layers) * 2 * page * s.num_kv_heads * s.head_dim * itemsize for s in slabs),
         kept_pages=kept,
+        kv_layout=layout,
     )
 
 

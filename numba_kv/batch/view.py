@@ -20,6 +20,8 @@ class StepView(Unique):
 
     Attributes
     ----------
+    buffers : StepBuffers
+        Where the tensors are: those of the model that took the step.
     num_rows, num_tokens : int
         Rows up to the last one in use (retired rows below it append nothing); tokens of the step.
     max_query_tokens : int
@@ -32,7 +34,7 @@ class StepView(Unique):
         Whether a row appended more than `max_step_tokens`.
     """
 
-    __slots__ = ("_buffers", "is_long", "kv_len_is_exact", "kv_len_upper", "max_query_tokens", "num_rows", "num_tokens")
+    __slots__ = ("buffers", "is_long", "kv_len_is_exact", "kv_len_upper", "max_query_tokens", "num_rows", "num_tokens")
 
     def __init__(
         self,
@@ -44,7 +46,7 @@ class StepView(Unique):
         kv_len_is_exact: bool,
         is_long: bool,
     ) -> None:
-        self._buffers = buffers
+        self.buffers = buffers
         self.num_rows = num_rows
         self.num_tokens = num_tokens
         self.max_query_tokens = max_query_tokens
@@ -55,17 +57,17 @@ class StepView(Unique):
     @property
     def page_tables(self) -> tuple[Tensor, ...]:
         """K and V page ids of each group: int32 [B, 2, L]; -1 where nothing is mapped, V = K + N."""
-        return self._buffers.page_tables
+        return self.buffers.page_tables
 
     @property
     def block_tables(self) -> tuple[Tensor, ...]:
         """Page ids of each group: int32 [B, L], every entry valid; windows repeat their ring over all columns."""
-        return self._buffers.block_tables
+        return self.buffers.block_tables
 
     @property
     def slot_mapping(self) -> tuple[Tensor, ...]:
         """Where each token of the step is written in each group: int64 [T]; page * P + offset, -1 drops the token."""
-        return self._buffers.slot_mapping
+        return self.buffers.slot_mapping
 
     @property
     def carry_slots(self) -> tuple[Tensor | None, ...]:
@@ -74,32 +76,32 @@ class StepView(Unique):
         Column j is the token at position ``context_lens - (W - 1) + j``; -1 where the step's first query does not see it,
         and in rows whose step was not long. All None if no row's step was long.
         """
-        return self._buffers.carry_slots if self.is_long else (None,) * len(self._buffers.carry_slots)
+        return self.buffers.carry_slots if self.is_long else (None,) * len(self.buffers.carry_slots)
 
     @property
     def seq_lens(self) -> Tensor:
         """Length of each row after the step: int32 [B]."""
-        return self._buffers.seq_lens
+        return self.buffers.seq_lens
 
     @property
     def context_lens(self) -> Tensor:
         """Length of each row before the step: int32 [B]."""
-        return self._buffers.context_lens
+        return self.buffers.context_lens
 
     @property
     def positions(self) -> Tensor:
         """Position of each token of the step: int32 [T]; 0 for dropped tokens."""
-        return self._buffers.positions
+        return self.buffers.positions
 
     @property
     def state_index(self) -> Tensor:
         """Slot of each row's recurrent states: int32 [B]; -1 in rows that are not in use. Rows move, states stay."""
-        return self._buffers.state_index
+        return self.buffers.state_index
 
     @property
     def cu_seqlens_q(self) -> Tensor:
         """First token of each row: int32 [B + 1], never decreasing; retired rows have none."""
-        return self._buffers.cu_seqlens_q
+        return self.buffers.cu_seqlens_q
 
     def __repr__(self) -> str:
         return f"StepView({self.num_rows} rows, {self.num_tokens} tokens)"

@@ -37,8 +37,8 @@ __all__ = ["bind_deepstack", "bind_kv", "bind_lora", "bind_rope", "bind_scratch"
 def bind_kv(manager: HybridCacheManager, layers: Sequence[int] | None = None) -> dict[str, Tensor]:
     """Return the pool of each attention layer under its two names; a layer that borrows KV has its donor's.
 
-    Tensors: [2, N, P, H, D] in the KV element type; N is that of the layer's window group, and so is what its V ids are
-    shifted by. A layer is therefore addressed by the tables of its own group alone.
+    Tensors: [2, N, P, H, D], in groups of layout HND [2, N, H, P, D], in the KV element type; N is that of the layer's window
+    group, and so is what its V ids are shifted by. A layer is therefore addressed by the tables of its own group alone.
 
     Parameters
     ----------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from numba_kv.cache.attention import PagedAttention
 from numba_kv.cache.hybrid import HybridCacheManager
+from numba_kv.cache.kv_bound import BoundCall
 from numba_kv.cache.kv_cache import KVCacheManager, LayerStorage
 from numba_kv.cache.kv_io import KVIO
 from numba_kv.cache.kv_rotation import HeadNorm
@@ -14,6 +15,7 @@ from numba_kv.cache.step_buffers import StepBuffers
 
 __all__ = [
     "KVIO",
+    "BoundCall",
     "HeadNorm",
     "HybridCacheManager",
     "KVCacheManager",

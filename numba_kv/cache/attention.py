@@ -5,7 +5,6 @@ The way to run a model without another attention library, and what other librari
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from typing import TYPE_CHECKING, Any, Protocol
 
 from numba_kv.cache.attention_launch import AttentionMemory
@@ -20,6 +19,7 @@ from numba_kv.cache.attention_operands import (
 )
 from numba_kv.cache.hybrid import HybridCacheManager
 from numba_kv.cache.kv_io import KVIO
+from numba_kv.cache.launch_cache import LaunchCache, place
 from numba_kv.device.guard import CallGuard
 from numba_kv.device.interop import as_tensor
 from numba_kv.device.unique import Unique
@@ -31,9 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = ["PagedAttention"]
 
-#: Bound launches that are kept: every layer of a large model with a few arrays each.
-_MAX_LAUNCHES = 512
-_FLOAT32, _FLOAT8 = dtype("float32"), dtype("float8_e4m3")
+_FLOAT8 = dtype("float8_e4m3")
 
 
 class _Step(Protocol):
@@ -94,7 +92,7 @@ class PagedAttention(Unique):
     def __init__(self, caches: HybridCacheManager, io: KVIO | None = None) -> None:
         if not isinstance(caches, HybridCacheManager):
             raise InputError(f"caches: {type(caches).__name__} is no HybridCacheManager; pass resources.cache_managers[0]")
-        if io is not None and (not isinstance(io, KVIO) or io._caches is not caches):
+        if io is not None and (not isinstance(io, KVIO) or io.caches is not caches):
             raise InputError(f"io: {io!r} is not a KVIO of these caches; KVIO(caches) makes one")
         caches.kv_cache.kv(0)  # raises if the pools are gone
         self._caches = caches
@@ -102,7 +100,7 @@ class PagedAttention(Unique):
         self._device = caches.device
         self._buffers = caches.step_buffers
         self._guard = CallGuard(self._device, "PagedAttention", poisons=False)
-        self._launches: OrderedDict[tuple[Any, ...], Bound] = OrderedDict()
+        self._launches: LaunchCache[Bound] = LaunchCache()
         self._memory = AttentionMemory(self._device, [layer.head_dim for layer in caches.plan.config.layers])
 
     def needs_step_kv(self, layer: int, view: _Step) -> bool:
@@ -254,7 +252,7 @@ class PagedAttention(Unique):
         stream: object | None,
     ) -> None:
         device, caches = self._device, self._caches
-        pool, storage = caches.kv(layer), caches.storage(layer)
+        pool, storage = caches.by_token(layer), caches.storage(layer)
         where: Stream = device.stream if stream is None else device.as_capturing_stream(stream)
         heads, dim = storage.num_kv_heads, storage.head_dim
         product = dim**-0.5 if scale is None else checked_number("scale", scale, positive=False)
@@ -266,13 +264,11 @@ class PagedAttention(Unique):
             tensors += [as_tensor(device, a, n) for a, n in zip(step_kv, _names(storage.window.tokens), strict=False)]
         for tensor in tensors:
             tensor.check_open()
-        key = (layer, sinks is None, *(part for tensor in tensors for part in _place(tensor)))
+        key = (layer, sinks is None, *map(place, tensors))
         bound = self._launches.get(key)
         if bound is None:
-            bound = self._bind(layer, pool, q, out, sinks, step_kv)
-            self._keep(key, bound)
+            bound = self._launches.keep(key, self._bind(layer, pool, q, out, sinks, step_kv))
         else:
-            self._launches.move_to_end(key)
             self._factors(layer)
         if bound.tokens < view.num_tokens:
             names = "q, out" if step_kv is None else "q, out, k, v"
@@ -305,25 +301,13 @@ class PagedAttention(Unique):
             return None
         if self._io is None:
             raise StateError(f"layer {layer} is stored as {_FLOAT8}, whose scales are in KVIO: PagedAttention(caches, io)")
-        self._io._guard.check_open()
-        return self._io._factors(layer, _FLOAT32, False)
+        return self._io.scales(layer)
 
     def _check_view(self, view: _Step) -> None:
         if getattr(view, "seq_lens", None) is not self._buffers.seq_lens:
             raise InputError(f"view: {view!r} is not a step of this model; Batch.step returns one")
 
-    def _keep(self, key: tuple[Any, ...], bound: Bound) -> None:
-        """Keep launches, instead of those that were not used for longest if they are many."""
-        self._launches[key] = bound
-        if len(self._launches) > _MAX_LAUNCHES:
-            self._launches.popitem(last=False)
-
 
 def _names(window_tokens: int) -> tuple[str, ...]:
     """Return the names of the arrays that are read: a window of one token has no carry."""
     return ("k", "v", "carry_k", "carry_v") if window_tokens > 1 else ("k", "v")
-
-
-def _place(tensor: Tensor) -> tuple[Any, ...]:
-    """Return all that a bound launch depends on."""
-    return tensor.address, tensor.shape, tensor.strides, tensor.dtype.name

@@ -98,12 +98,16 @@ class HybridCacheManager:
         """Return the KV pool of a layer: [2, N, P, H, D]; see `KVCacheManager.kv`. Raises as `attention_index`."""
         return self.kv_cache.kv(self.attention_index(layer))
 
+    def by_token(self, layer: int) -> Tensor:
+        """Return the KV pool of a layer as [2, N, P, H, D] in every layout, which its strides tell. Raises as `kv`."""
+        return self.kv_cache.by_token(self.attention_index(layer))
+
     def k(self, layer: int) -> Tensor:
-        """Return K of a layer: [N, P, H, D]. Raises as `attention_index`."""
+        """Return K of a layer: [N, P, H, D], or [N, H, P, D] where the layout is HND. Raises as `attention_index`."""
         return self.kv(layer)[0]
 
     def v(self, layer: int) -> Tensor:
-        """Return V of a layer: [N, P, H, D], same strides as K. Raises as `attention_index`."""
+        """Return V of a layer, shaped as K and with its strides. Raises as `attention_index`."""
         return self.kv(layer)[1]
 
     def storage(self, layer: int) -> LayerStorage:

@@ -38,6 +38,8 @@ class LayerStorage:
         Pages of a row; windows keep absolute positions.
     page_tokens, num_kv_heads, head_dim : int
         P, H, D.
+    kv_layout : str
+        How a page lies: "NHD" [P, H, D] or "HND" [H, P, D].
     owner : int
         The layer whose pool it uses: itself, or the donor it borrows from.
     """
@@ -50,6 +52,7 @@ class LayerStorage:
     num_kv_heads: int
     head_dim: int
     owner: int
+    kv_layout: str = "NHD"
 
 
 class KVCacheManager:
@@ -69,6 +72,7 @@ class KVCacheManager:
         self.plan = plan
         self._closed = False
         self._layers: list[Tensor | None] = [None] * len(plan.config.layers)
+        self._by_token = list(self._layers)
         self._storage: list[LayerStorage] = []
         kind = dtype(plan.config.kv_cache_dtype)
         for group in plan.groups:
@@ -76,11 +80,13 @@ class KVCacheManager:
                 memory = take(f"kv.{group.index}.{slab.num_kv_heads}x{slab.head_dim}", slab.nbytes)
                 for place, layer in enumerate(slab.layers):
                     offset = place * slab.layer_nbytes
-                    self._layers[layer] = Tensor(memory, device, kind, slab.shape[1:], offset_nbytes=offset)
+                    pool = Tensor(memory, device, kind, slab.shape[1:], offset_nbytes=offset)
+                    self._layers[layer] = pool
+                    self._by_token[layer] = pool if group.kv_layout == "NHD" else _tokens_first(pool)
         home = {layer: group for group in plan.groups for layer in group.layers}
         for place, attention in enumerate(plan.config.layers):
             owner = place if attention.kv_donor is None else attention.kv_donor
-            self._layers[place] = self._layers[owner]
+            self._layers[place], self._by_token[place] = self._layers[owner], self._by_token[owner]
             self._storage.append(_storage(home[place], attention.num_kv_heads, attention.head_dim, owner))
 
     @property
@@ -99,9 +105,9 @@ class KVCacheManager:
         return self.plan.pool_nbytes
 
     def kv(self, layer: int) -> Tensor:
-        """Return the pool of attention layer `layer`: [2, N, P, H, D], K in half 0, V in half 1.
+        """Return the pool of attention layer `layer` as it lies: [2, N, P, H, D], K in half 0, V in half 1.
 
-        A layer that borrows KV returns its donor's pool.
+        In a group of layout HND it is [2, N, H, P, D]. A layer that borrows KV returns its donor's pool.
 
         Raises
         ------
@@ -110,17 +116,18 @@ class KVCacheManager:
         StateError
             After `close`.
         """
-        pool = self._layers[self._check(layer)]
-        if pool is None:
-            raise StateError("KVCacheManager is closed")
-        return pool
+        return self._there(self._layers[self._check(layer)])
+
+    def by_token(self, layer: int) -> Tensor:
+        """Return the pool of a layer as [2, N, P, H, D] in every layout, which its strides tell. Raises as `kv`."""
+        return self._there(self._by_token[self._check(layer)])
 
     def k(self, layer: int) -> Tensor:
-        """Return K of a layer: [N, P, H, D]."""
+        """Return K of a layer: [N, P, H, D], or [N, H, P, D]."""
         return self.kv(layer)[0]
 
     def v(self, layer: int) -> Tensor:
-        """Return V of a layer: [N, P, H, D], same strides as K."""
+        """Return V of a layer: [N, P, H, D], or [N, H, P, D]; same strides as K."""
         return self.kv(layer)[1]
 
     def storage(self, layer: int) -> LayerStorage:
@@ -131,6 +138,13 @@ class KVCacheManager:
         """Forget the pools; their owner gives the memory back."""
         self._closed = True
         self._layers = [None] * len(self._layers)
+        self._by_token = list(self._layers)
+
+    @staticmethod
+    def _there(pool: Tensor | None) -> Tensor:
+        if pool is None:
+            raise StateError("KVCacheManager is closed")
+        return pool
 
     def _check(self, layer: int) -> int:
         if self._closed:
@@ -148,6 +162,13 @@ class KVCacheManager:
         return f"KVCacheManager({self.num_layers} layers, {len(self.plan.groups)} groups, {self.nbytes} bytes)"
 
 
+def _tokens_first(pool: Tensor) -> Tensor:
+    """Return a pool [2, N, H, P, D] as [2, N, P, H, D], by its strides."""
+    shape, strides = (tuple(axes[i] for i in (0, 1, 3, 2, 4)) for axes in (pool.shape, pool.strides))
+    at = pool.address - pool._memory.address
+    return Tensor(pool._memory, pool.device, pool.dtype, shape, offset_nbytes=at, strides=strides)
+
+
 def _storage(group: GroupPlan, heads: int, dim: int, owner: int) -> LayerStorage:
     return LayerStorage(
         group=group.index,
@@ -158,4 +179,5 @@ def _storage(group: GroupPlan, heads: int, dim: int, owner: int) -> LayerStorage
         num_kv_heads=heads,
         head_dim=dim,
         owner=owner,
+        kv_layout=group.kv_layout,
     )

@@ -51,7 +51,7 @@ class DenseCopies:
 
         The dense form is ``[layers, 2, count, P, H, D]``, a page as the pool lays it out. Stream: enqueues. Cost: one launch.
         """
-        pool = self._pools.kv(slab.layers[0])
+        pool = self._pools.by_token(slab.layers[0])
         size = group.page_tokens * slab.num_kv_heads * slab.head_dim
         strides = (pool.strides[0], pool.strides[1], 0, 0)
         self._copy(group, slab, dense, at, row, (first, count, 0), (1, size), strides, out)
@@ -63,7 +63,7 @@ class DenseCopies:
 
         The dense form is ``[layers, 2, count, H, D]``. Stream: enqueues. Cost: one launch.
         """
-        pool = self._pools.kv(slab.layers[0])
+        pool = self._pools.by_token(slab.layers[0])
         heads, dim = slab.num_kv_heads, slab.head_dim
         if pool.strides[3] == dim:  # heads of a token lie together
             heads, dim = 1, heads * dim
@@ -85,7 +85,7 @@ class DenseCopies:
         first, count, shift = positions
         if not count or not slab.layers:
             return
-        pool, device = self._pools.kv(slab.layers[0]), self._device
+        pool, device = self._pools.by_token(slab.layers[0]), self._device
         itemsize, halves = pool.dtype.itemsize, slab.shape[1]
         heads, dim = extents
         sizes = [dim * itemsize, slab.layer_nbytes, *(stride * itemsize for stride in strides)]

@@ -5,50 +5,31 @@ Knows layers, tables and which launches are bound. Does not know who owns a page
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
-from operator import index
-from typing import TYPE_CHECKING, Any, Protocol
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from numba_kv.cache.hybrid import HybridCacheManager
-from numba_kv.cache.kv_launch import RowLaunch, Shape
-from numba_kv.cache.kv_operands import bind_rows, check_aligned, dense, unowned
+from numba_kv.cache.kv_bound import BoundCall
+from numba_kv.cache.kv_calls import Call, LayerCalls, Step
+from numba_kv.cache.kv_launch import RowLaunch
+from numba_kv.cache.kv_operands import reshaped
 from numba_kv.cache.kv_pages import PageCopies
-from numba_kv.cache.kv_rotation import HeadNorm, bind_rotation, rotation_of
-from numba_kv.cache.kv_scales import KVScales
+from numba_kv.cache.kv_rotation import HeadNorm
+from numba_kv.cache.launch_cache import LaunchCache
+from numba_kv.cache.slot_search import SlotSearch
 from numba_kv.device import Tensor
 from numba_kv.device.guard import CallGuard
 from numba_kv.device.interop import as_tensor
 from numba_kv.device.unique import Unique
-from numba_kv.dtypes import DType, dtype
-from numba_kv.errors import InputError, InteropError, ShapeError
-from numba_kv.geometry import RESERVED_PAGES
-from numba_kv.kernels.kv_read import find_slots
+from numba_kv.dtypes import dtype
+from numba_kv.errors import InputError, ShapeError
 
 if TYPE_CHECKING:
     from numba_kv.device import Stream
 
 __all__ = ["KVIO"]
 
-#: Bound launches that are kept: every layer of a large model with a few arrays each.
-_MAX_LAUNCHES = 512
-_INT32, _INT64 = dtype("int32"), dtype("int64")
-
-
-class _Step(Protocol):
-    """What is read of a step: a StepView."""
-
-    num_tokens: int
-
-    @property
-    def slot_mapping(self) -> tuple[Tensor, ...]:
-        """Slots of each group: int64 [T]."""
-
-    @property
-    def positions(self) -> Tensor:
-        """Position of each token: int32 [T]."""
+_FLOAT32 = dtype("float32")
 
 
 class KVIO(Unique):
@@ -83,14 +64,26 @@ class KVIO(Unique):
         self._caches = caches
         self._device = device = caches.device
         self._guard = CallGuard(device, "KVIO", poisons=False)
-        self._launches: OrderedDict[tuple[Any, ...], RowLaunch] = OrderedDict()
-        self._scales = KVScales(device, caches.kv_cache)
+        self._launches: LaunchCache[RowLaunch] = LaunchCache()
+        self._calls = LayerCalls(caches)
         self._pages = PageCopies(device, caches.kv_cache)
-        rows = caches.step_buffers.plan.config.max_batch_size
-        self._every_row = device.tensor((rows,), _INT32)
-        self._every_row.fill_from(np.arange(rows, dtype=np.int32))
-        self._from_start = device.tensor((rows,), _INT32)
-        self._found = device.tensor((0,), _INT64)
+        self._search = SlotSearch(caches, self._launches)
+
+    @property
+    def caches(self) -> HybridCacheManager:
+        """Whose pools it reads and writes."""
+        return self._caches
+
+    def scales(self, layer: int) -> Tensor | None:
+        """Return what a layer's stored K and V are multiplied by: float32 [2 * H] of a float8 pool, else None.
+
+        Raises
+        ------
+        StateError
+            If the pool is float8 and has no scales yet.
+        """
+        with self._guard.host:
+            return self._calls.factors(layer, _FLOAT32, False)
 
     def set_scales(self, layer: int, k_scale: object, v_scale: object) -> None:
         """Set the scales of a float8 layer: stored x scale is the value.
@@ -110,10 +103,9 @@ class KVIO(Unique):
         Stream: waits.
         """
         with self._guard:
-            self._own(layer)
-            self._scales.set(self._caches.attention_index(layer), k_scale, v_scale)
+            self._calls.scales.set(self._calls.own(layer), k_scale, v_scale)
 
-    def write(self, layer: int, k: Any, v: Any, view: _Step, *, stream: object | None = None) -> None:
+    def write(self, layer: int, k: Any, v: Any, view: Step, *, stream: object | None = None) -> None:
         """Write K and V of a step's tokens to where the step put them; tokens of slot -1 are dropped.
 
         Parameters
@@ -135,13 +127,7 @@ class KVIO(Unique):
             If a float8 pool has no scales.
         """
         with self._guard:
-            group = self._caches.storage(layer).group
-            self._check_step(view)
-            try:
-                slots, tokens = view.slot_mapping[group], view.num_tokens
-            except (AttributeError, IndexError):
-                raise InputError(f"view: {view!r} is not a step of this model; Batch.step returns one") from None
-            self._move(layer, k, v, slots, tokens, True, stream)
+            self._run(self._calls.moved_step(layer, k, v, view), stream)
 
     def write_rotated(
         self,
@@ -149,7 +135,7 @@ class KVIO(Unique):
         q: Any,
         k: Any,
         v: Any,
-        view: _Step,
+        view: Step,
         table: Any,
         *,
         positions: Any = None,
@@ -193,37 +179,9 @@ class KVIO(Unique):
         InputError, ShapeError, InteropError, StateError
             As `write` does, or if what is written lies over what is read; nothing was enqueued.
         """
+        arrays = {"q": q, "k": k, "v": v, "q_out": q_out, "k_out": k_out}
         with self._guard:
-            storage, pool = self._caches.storage(layer), self._caches.kv(layer)
-            self._check_step(view)
-            try:
-                slots, tokens, rows = view.slot_mapping[storage.group], view.num_tokens, view.positions
-            except (AttributeError, IndexError):
-                raise InputError(f"view: {view!r} is not a step of this model; Batch.step returns one") from None
-            where: Stream = self._device.stream if stream is None else self._device.as_capturing_stream(stream)
-            norm = HeadNorm() if norm is None else norm
-            if not isinstance(norm, HeadNorm):
-                raise InputError(f"norm: {type(norm).__name__} is not a HeadNorm")
-            positions, q_out = rows if positions is None else positions, q if q_out is None else q_out
-            given = {"q": q, "k": k, "v": v, "q_out": q_out, "k_out": k_out, "table": table, "positions": positions}
-            given |= {"norm.q": norm.q, "norm.k": norm.k}
-            places = [
-                None if value is None else _place(self._tensor(value, name, not name.endswith("_out")))
-                for name, value in given.items()
-            ]
-            key = ("rotate", layer, bool(interleaved), norm.bits(), slots.address, *places)
-            bound = self._launches.get(key)
-            if bound is None:
-                if k is not None or v is not None:
-                    self._own(layer)
-                elif storage.owner == self._caches.attention_index(layer):
-                    raise InputError(f"k, v: None given, but layer {layer} has K and V of its own")
-                call = rotation_of(self._device, pool.shape, given, slots, bool(interleaved))
-                factors = None if call.k is None else self._factors(layer, call.k.dtype, True)
-                bound = self._keep(key, bind_rotation(pool, call, factors, norm.bits()))
-            else:
-                self._launches.move_to_end(key)
-            self._run(bound, tokens, where)
+            self._run(self._calls.rotated(layer, arrays, view, table, positions, interleaved, norm), stream)
 
     def write_slots(self, layer: int, k: Any, v: Any, slots: Any, *, stream: object | None = None) -> None:
         """Write tokens to slots, int64 [T] on the device; those outside of the pool's usable pages are dropped.
@@ -231,8 +189,7 @@ class KVIO(Unique):
         No slot may be there twice. Raises as `write` does.
         """
         with self._guard:
-            found = self._slots(slots)
-            self._move(layer, k, v, found, found.size, True, stream)
+            self._run(self._calls.moved_slots(layer, k, v, slots, write=True), stream)
 
     def gather_slots(self, layer: int, k: Any, v: Any, slots: Any, *, stream: object | None = None) -> None:
         """Read tokens of slots, int64 [T] on the device, to `k` and `v`; zeros for slots outside of the pool's usable pages.
@@ -240,8 +197,45 @@ class KVIO(Unique):
         `slots` may have more axes, as carry slots do; the tokens follow each other. Raises as `write` does.
         """
         with self._guard:
-            found = self._slots(slots)
-            self._move(layer, k, v, found, found.size, False, stream)
+            self._run(self._calls.moved_slots(layer, k, v, slots, write=False), stream)
+
+    def bind_write(self, layer: int, k: Any, v: Any, view: Step) -> BoundCall:
+        """Return `write` bound to these arrays and to the slots of `view`'s model, for `view`'s number of tokens at first.
+
+        Raises as `write` does. Cost: compiles on first use. Enqueues nothing.
+        """
+        with self._guard:
+            return self._bound(self._calls.moved_step(layer, k, v, view))
+
+    def bind_write_rotated(
+        self,
+        layer: int,
+        q: Any,
+        k: Any,
+        v: Any,
+        view: Step,
+        table: Any,
+        *,
+        positions: Any = None,
+        interleaved: bool = False,
+        q_out: Any = None,
+        k_out: Any = None,
+        norm: HeadNorm | None = None,
+    ) -> BoundCall:
+        """Return `write_rotated` bound to these arrays; see `bind_write`."""
+        arrays = {"q": q, "k": k, "v": v, "q_out": q_out, "k_out": k_out}
+        with self._guard:
+            return self._bound(self._calls.rotated(layer, arrays, view, table, positions, interleaved, norm))
+
+    def bind_write_slots(self, layer: int, k: Any, v: Any, slots: Any) -> BoundCall:
+        """Return `write_slots` bound to these arrays; see `bind_write`."""
+        with self._guard:
+            return self._bound(self._calls.moved_slots(layer, k, v, slots, write=True))
+
+    def bind_gather_slots(self, layer: int, k: Any, v: Any, slots: Any) -> BoundCall:
+        """Return `gather_slots` bound to these arrays; see `bind_write`."""
+        with self._guard:
+            return self._bound(self._calls.moved_slots(layer, k, v, slots, write=False))
 
     def gather(self, layer: int, k: Any, v: Any, lengths: Any, *, rows: Any = None, starts: Any = None, low: int = 0) -> None:
         """Read neighbouring positions of rows to dense arrays; zeros where no page is mapped or the row is not that long.
@@ -267,8 +261,75 @@ class KVIO(Unique):
             If an argument does not fit; no K or V was moved.
         """
         with self._guard:
-            tokens = self._find(layer, k, lengths, rows, starts, low)
-            self._move(layer, k, v, self._found, tokens, False, None)
+            found = self._find_rows(layer, k, lengths, rows, starts, low)
+            self._run(self._calls.moved_slots(layer, k, v, found, write=False), None)
+
+    def gather_ragged(
+        self, layer: int, k: Any, v: Any, cu_seqlens: Any, lengths: Any, *, rows: Any = None, starts: Any = None, low: int = 0
+    ) -> None:
+        """Read neighbouring positions of rows to packed arrays, one row behind the other; zeros as in `gather`.
+
+        Of a window, positions are mapped from its `begin` on: give `starts` to leave the others out, else they are zeros.
+
+        Parameters
+        ----------
+        layer, lengths, rows, starts, low
+            As in `gather`.
+        k, v : array [T, H, D]
+            Written: token t of row b, ``cu_seqlens[b] <= t < cu_seqlens[b + 1]``, is its position
+            ``starts[b] + low + t - cu_seqlens[b]``. Tokens behind those of the last row become zeros.
+        cu_seqlens : array int32 [B + 1]
+            On the device: 0, then the tokens of all rows up to each; never decreasing.
+
+        Raises as `gather` does.
+        """
+        with self._guard:
+            tokens = self._axes_of(k, "[T, H, D]")[0]
+            slots = self._search.own(tokens)
+            self._search.find(layer, slots, lengths, rows, starts, low, cu_seqlens=cu_seqlens)
+            self._run(self._calls.moved_slots(layer, k, v, slots, write=False), None)
+
+    def find_slots(
+        self,
+        layer: int,
+        slots: Any,
+        lengths: Any,
+        *,
+        cu_seqlens: Any = None,
+        rows: Any = None,
+        starts: Any = None,
+        low: int = 0,
+        stream: object | None = None,
+    ) -> None:
+        """Find what `gather` or, with `cu_seqlens`, `gather_ragged` reads, once for all layers of a group.
+
+        The slots are for `gather_slots` and `write_slots`, on every layer that has the group of this one.
+
+        Parameters
+        ----------
+        layer, lengths, rows, starts, low
+            As in `gather`.
+        slots : array int64 [B, n], with `cu_seqlens` [T]
+            Written; -1 where `gather` writes zeros. Dense.
+        cu_seqlens : array int32 [B + 1], optional
+            As in `gather_ragged`.
+        stream : optional
+            The device's own, or one that is being captured.
+
+        Raises
+        ------
+        InputError, ShapeError, InteropError, StateError
+            If an argument does not fit; nothing was enqueued.
+
+        Cost: one launch.
+        """
+        with self._guard:
+            where = None if stream is None else self._device.as_capturing_stream(stream)
+            found = self._calls.slots(slots, written=True)
+            axes = 2 if cu_seqlens is None else 1
+            if found.ndim != axes:
+                raise ShapeError(f"slots: {found.ndim} axes given, {'[B, n]' if axes == 2 else '[T]'} wanted")
+            self._search.find(layer, found, lengths, rows, starts, low, cu_seqlens=cu_seqlens, stream=where)
 
     def scatter(self, layer: int, k: Any, v: Any, lengths: Any, *, rows: Any = None, starts: Any = None, low: int = 0) -> None:
         """Write dense arrays to neighbouring positions of rows: the reverse of `gather`, with its arguments.
@@ -276,9 +337,9 @@ class KVIO(Unique):
         What `gather` would read as zeros is left out. No two rows may name the same positions.
         """
         with self._guard:
-            self._own(layer)
-            tokens = self._find(layer, k, lengths, rows, starts, low)
-            self._move(layer, k, v, self._found, tokens, True, None)
+            self._calls.own(layer)
+            found = self._find_rows(layer, k, lengths, rows, starts, low)
+            self._run(self._calls.moved_slots(layer, k, v, found, write=True), None)
 
     def copy_pages(self, group: int, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy pages of a window group in all its layers.
@@ -312,133 +373,27 @@ class KVIO(Unique):
         self._guard.close()
         self._launches.clear()
         self._pages.close()
-        self._scales.close()
-        for tensor in (self._every_row, self._from_start, self._found):
-            tensor._memory.close(self._device.stream)
+        self._calls.scales.close()
+        self._search.close()
 
-    def _check_step(self, view: object) -> None:
-        """Refuse the step of another model; what is no StepView, but has its arrays, is taken at its word."""
-        if getattr(view, "_buffers", self._caches.step_buffers) is not self._caches.step_buffers:
-            raise InputError(f"view: {view!r} is not a step of this model; Batch.step returns one")
+    def _run(self, call: Call, stream: object | None) -> None:
+        """Enqueue a call; its launch stays bound for the next one over the same arrays."""
+        where: Stream = self._device.stream if stream is None else self._device.as_capturing_stream(stream)
+        launch = self._launches.get(call.key) or self._launches.keep(call.key, call.bind())
+        launch.check(call.tokens)
+        launch.run(call.tokens, where)
 
-    def _own(self, layer: int) -> None:
-        owner = self._caches.storage(layer).owner
-        if owner != self._caches.attention_index(layer):
-            raise InputError(f"layer: {layer} borrows K and V of attention layer {owner}, and writes none")
+    def _bound(self, call: Call) -> BoundCall:
+        return BoundCall(self._device, self._guard, call)
 
-    def _factors(self, layer: int, moved: DType, write: bool) -> Tensor | None:
-        return self._scales.factors(self._caches.attention_index(layer), moved, write)
+    def _find_rows(self, layer: int, k: Any, lengths: Any, rows: Any, starts: Any, low: int) -> Tensor:
+        """Enqueue the search for the slots of dense K [B, n, H, D]."""
+        count, columns, *_ = self._axes_of(k, "[B, n, H, D]")
+        slots = reshaped(self._search.own(count * columns), (count, columns))
+        return self._search.find(layer, slots, lengths, rows, starts, low, named="k")
 
-    def _slots(self, slots: Any) -> Tensor:
-        tensor = as_tensor(self._device, slots, "slots")
-        if tensor.dtype is not _INT64 or not tensor.is_contiguous:
-            raise ShapeError(f"slots: {tensor.dtype} with strides {list(tensor.strides)} given, dense int64 wanted")
-        check_aligned(tensor, "slots")
-        return _reshaped(unowned(tensor), (tensor.size,))
-
-    def _move(self, layer: int, k: Any, v: Any, slots: Tensor, tokens: int, write: bool, stream: object | None) -> None:
-        """Enqueue the write or the read of the first `tokens` tokens."""
-        device = self._device
-        pool = self._caches.kv(layer)  # first: it knows whether there are pools and such a layer
-        where: Stream = device.stream if stream is None else device.as_capturing_stream(stream)
-        k_tensor, v_tensor = self._tensor(k, "k", write), self._tensor(v, "v", write)
-        key = (write, layer, *_place(k_tensor), *_place(v_tensor), slots.address, slots.size)
-        bound = self._launches.get(key)
-        if bound is None:
-            if write:
-                self._own(layer)
-            heads, dim = pool.shape[3:]
-            ks, vs = dense(device, k, "k", heads, dim), dense(device, v, "v", heads, dim)
-            factors = self._factors(layer, ks.dtype, write)
-            bound = self._keep(key, bind_rows(pool, ks, vs, slots, factors, write=write))
-        else:
-            self._launches.move_to_end(key)
-        self._run(bound, tokens, where)
-
-    @staticmethod
-    def _run(bound: RowLaunch, tokens: int, where: Stream) -> None:
-        if bound.tokens < tokens:
-            raise ShapeError(f"k, v: {bound.tokens} tokens given, {tokens} wanted")
-        bound.run(tokens, where)
-
-    def _tensor(self, value: Any, name: str, read: bool) -> Tensor:
-        tensor = as_tensor(self._device, value, name)
-        tensor.check_open()
-        if not read and value is not tensor and getattr(getattr(value, "flags", None), "writeable", True) is False:
-            raise InteropError(f"{name}: the array is read-only, and is to be written")
-        return tensor
-
-    def _find(self, layer: int, k: Any, lengths: Any, rows: Any, starts: Any, low: int) -> int:
-        """Enqueue the search for the slots of [B, n] positions, and return how many they are."""
-        device, storage = self._device, self._caches.storage(layer)
-        shape = as_tensor(device, k, "k").shape
-        if len(shape) != 4:
-            raise ShapeError(f"k: {len(shape)} axes given, [B, n, H, D] wanted")
-        count = shape[0]
-        if rows is None and count > self._every_row.size:
-            raise ShapeError(f"k: {count} rows given, but there are {self._every_row.size}; `rows` can name one more than once")
-        if starts is None:
-            self._from_start = self._grown(self._from_start, count)
-        given = {
-            "lengths": as_tensor(device, lengths, "lengths"),
-            "rows": self._every_row[:count] if rows is None else as_tensor(device, rows, "rows"),
-            "starts": self._from_start[:count] if starts is None else as_tensor(device, starts, "starts"),
-        }
-        for name, tensor in given.items():
-            tensor.check_open()
-            if tensor.dtype is not _INT32 or tensor.ndim != 1 or tensor.size < count or not tensor.is_contiguous:
-                raise ShapeError(f"{name}: {tensor!r} given, dense int32 of at least {count} elements wanted")
-            check_aligned(tensor, name)
-        first = _integer("low", low)
-        tokens = count * shape[1]
-        self._found = self._grown(self._found, tokens)
-        key = ("find", storage.group, shape[:2], self._found.address, *(tensor.address for tensor in given.values()))
-        bound = self._launches.get(key)
-        if bound is None:
-            values: dict[str, Tensor | int] = {
-                "slots": _reshaped(self._found, shape[:2]),
-                "page_table": self._caches.step_buffers.page_tables[storage.group],
-                "low": 0,
-                "shift": storage.page_tokens.bit_length() - 1,
-                "num_pages": storage.num_pages - RESERVED_PAGES,
-            }
-            lent = {name: unowned(tensor) for name, tensor in given.items()}
-            bound = self._keep(key, RowLaunch(find_slots, device, {**lent, **values}, 1, tokens, Shape(0, 1, 128)))
-        bound.run(tokens, device.stream, low=first)
-        return tokens
-
-    def _grown(self, tensor: Tensor, size: int) -> Tensor:
-        """Return a tensor of our own that has room for `size` elements: the one given, or a larger one in its place."""
-        if tensor.size >= size:
-            return tensor
-        larger = self._device.tensor((size,), tensor.dtype)
-        for key in [key for key in self._launches if tensor.address in key]:
-            del self._launches[key]
-        tensor._memory.close(self._device.stream)
-        return larger
-
-    def _keep(self, key: tuple[Any, ...], launch: RowLaunch) -> RowLaunch:
-        """Keep a launch, instead of the one that was not used for longest if they are many."""
-        self._launches[key] = launch
-        if len(self._launches) > _MAX_LAUNCHES:
-            self._launches.popitem(last=False)
-        return launch
-
-
-def _place(tensor: Tensor) -> tuple[int, tuple[int, ...], tuple[int, ...], str]:
-    """Return all that a bound launch depends on."""
-    return tensor.address, tensor.shape, tensor.strides, tensor.dtype.name
-
-
-def _reshaped(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
-    memory = tensor._memory
-    return Tensor(memory, tensor.device, tensor.dtype, shape, offset_nbytes=tensor.address - memory.address)
-
-
-def _integer(name: str, value: object) -> int:
-    try:
-        if isinstance(value, bool):
-            raise TypeError
-        return index(value)  # type: ignore[arg-type]
-    except TypeError:
-        raise InputError(f"{name}: {value!r} is not an integer") from None
+    def _axes_of(self, k: Any, wanted: str) -> tuple[int, ...]:
+        shape = as_tensor(self._device, k, "k").shape
+        if len(shape) != wanted.count(",") + 1:
+            raise ShapeError(f"k: {len(shape)} axes given, {wanted} wanted")
+        return shape

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from numba_kv.errors import ShapeError
 from numba_kv.geometry import ceil_div
 
 if TYPE_CHECKING:
@@ -46,18 +48,28 @@ class RowLaunch:
         Items of a token, if a block has one token.
     tokens : int
         Tokens for which there is room.
+    named : str
+        What messages call the arrays that have room for no more.
     shapes : tuple of Shape
         The first has `least` 0; bound when they are first used.
     """
 
-    __slots__ = ("_bound", "_device", "_has_span", "_tokens", "_values", "items", "kernel", "shapes", "tokens")
+    __slots__ = ("_bound", "_device", "_has_span", "_tokens", "_values", "items", "kernel", "named", "shapes", "tokens")
 
     def __init__(
-        self, kernel: Kernel, device: Device, values: dict[str, Tensor | int], items: int, tokens: int, *shapes: Shape
+        self,
+        kernel: Kernel,
+        device: Device,
+        values: dict[str, Tensor | int],
+        items: int,
+        tokens: int,
+        *shapes: Shape,
+        named: str = "k, v",
     ) -> None:
         self.kernel = kernel
         self.items = items
         self.tokens = tokens
+        self.named = named
         self.shapes = shapes
         self._device = device
         self._values = values
@@ -73,17 +85,31 @@ class RowLaunch:
         self._bound[place] = launch
         return launch
 
+    def check(self, tokens: int) -> None:
+        """Raise ShapeError if there is no room for so many tokens."""
+        if self.tokens < tokens:
+            raise ShapeError(f"{self.named}: {self.tokens} tokens given, {tokens} wanted")
+
     def run(self, tokens: int, stream: Stream, **scalars: int) -> None:
         """Enqueue the kernel over the first `tokens` tokens."""
+        launch, items = self._aimed(tokens)
+        launch(items, stream, **scalars)
+
+    def repeated(self, tokens: int) -> Callable[[Stream], None]:
+        """Return a function that enqueues the kernel over the first `tokens` tokens each time; see `Launch.repeated`."""
+        launch, items = self._aimed(tokens)
+        return launch.repeated(items)
+
+    def _aimed(self, tokens: int) -> tuple[Launch, int]:
+        """Return the launch for so many tokens, and its items."""
         place = 0
         for number, shape in enumerate(self.shapes):
             if tokens >= shape.least:
                 place = number
         launch = self._bound[place] or self._bind(place)
         if not self._has_span:
-            launch(tokens * self.items, stream, **scalars)
-            return
+            return launch, tokens * self.items
         if tokens != self._tokens[place]:
-            launch(0, stream, tokens=tokens)
+            launch.set(tokens=tokens)
             self._tokens[place] = tokens
-        launch(-(-tokens // self.shapes[place].span) * self.items, stream, **scalars)
+        return launch, -(-tokens // self.shapes[place].span) * self.items

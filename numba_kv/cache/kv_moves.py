@@ -46,7 +46,7 @@ class TokenMoves:
         return launches
 
     def _bind(self, group: GroupPlan, slab: SlabPlan, nodes: Tensor) -> tuple[Launch, int]:
-        buffers, pool = self._buffers, self._pools.kv(slab.layers[0])
+        buffers, pool = self._buffers, self._pools.by_token(slab.layers[0])
         itemsize, halves = pool.dtype.itemsize, slab.shape[1]
         heads, dim = slab.num_kv_heads, slab.head_dim
         if pool.strides[3] == dim:  # heads of a token lie together

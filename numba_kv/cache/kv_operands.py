@@ -26,7 +26,7 @@ from numba_kv.kernels.wide_rows import EIGHT, RAW, reciprocal
 if TYPE_CHECKING:
     from numba_kv.device import Device
 
-__all__ = ["bind_rows", "check_aligned", "dense", "flat", "flat_slab", "is_wide", "unowned"]
+__all__ = ["bind_rows", "check_aligned", "dense", "flat", "flat_slab", "is_wide", "reshaped", "unowned"]
 
 _UNITS = {1: dtype("uint8"), 2: dtype("uint16"), 4: dtype("uint32"), 8: dtype("uint64")}
 _WORD = 8
@@ -97,6 +97,12 @@ def unowned(tensor: Tensor) -> Tensor:
     lent = Memory(memory.address, memory.nbytes, array, None, MemoryStats())
     at = tensor.address - memory.address
     return Tensor(lent, tensor.device, tensor.dtype, tensor.shape, offset_nbytes=at, strides=tensor.strides)
+
+
+def reshaped(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Return a dense tensor in another shape of as many elements, or fewer."""
+    memory = tensor._memory
+    return Tensor(memory, tensor.device, tensor.dtype, shape, offset_nbytes=tensor.address - memory.address)
 
 
 def bind_rows(pool: Tensor, k: Tensor, v: Tensor, slots: Tensor, factors: Tensor | None, *, write: bool) -> RowLaunch:

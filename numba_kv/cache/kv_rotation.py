@@ -106,6 +106,8 @@ class Rotation:
         Of the norm.
     tokens : int
         Tokens that all of them have.
+    named : str
+        Those that have no more.
     """
 
     q: Tensor | None
@@ -120,6 +122,7 @@ class Rotation:
     q_weight: Tensor | None
     k_weight: Tensor | None
     tokens: int
+    named: str
 
 
 def vector(device: Device, value: Any, name: str, kinds: tuple[str, ...], least: int, exact: bool = False) -> Tensor:
@@ -210,8 +213,9 @@ def rotation_of(device: Device, pool: tuple[int, ...], given: dict[str, Any], sl
         for name in ("norm.q", "norm.k")
     ]
     positions = None if table is None else vector(device, given["positions"], "positions", ("int32",), 0)
-    if positions is not None:
-        tokens = min(tokens, positions.size)
+    named = ", ".join(name for name in ("q", "k", "v") if found[name] is not None)
+    if positions is not None and positions.size < tokens:
+        tokens, named = positions.size, "positions"
     return Rotation(
         **found,
         table=table,
@@ -221,6 +225,7 @@ def rotation_of(device: Device, pool: tuple[int, ...], given: dict[str, Any], sl
         q_weight=weights[0] if found["q"] is not None else None,
         k_weight=weights[1] if found["k"] is not None else None,
         tokens=tokens,
+        named=named,
     )
 
 
@@ -303,7 +308,7 @@ def bind_rotation(pool: Tensor, call: Rotation, factors: Tensor | None, norm_bit
         wide=int(wide),
         single=int(single),
     )
-    return RowLaunch(kernel, device, values, 1, call.tokens, *shapes)
+    return RowLaunch(kernel, device, values, 1, call.tokens, *shapes, named=call.named)
 
 
 def _no(given: Tensor, kind: str) -> Tensor:

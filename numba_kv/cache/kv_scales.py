@@ -40,7 +40,7 @@ class KVScales:
         pool = self._pools.kv(layer)
         if pool.dtype is not _FLOAT8:
             raise InputError(f"layer: {layer} is stored as {pool.dtype}; only {_FLOAT8} is scaled")
-        heads = pool.shape[3]
+        heads = self._pools.storage(layer).num_kv_heads
         scales = np.stack([_checked("k_scale", k_scale, heads), _checked("v_scale", v_scale, heads)])
         values = np.stack([scales, np.float32(1.0) / scales]).reshape(2, 2 * heads)
         if layer not in self._of:

@@ -279,6 +279,9 @@ def _check_shared_kv(base: LLMEngineConfig, draft: LLMEngineConfig, spec: SpecDe
                 f"{where} has {its[0]} heads x {its[1]}, {its[2]}, the draft's layer {mine[0]} x {mine[1]}, {mine[2]}; "
                 "they must be equal"
             )
+        layout, its_layout = (c.kv_layouts[c.windows.index(c.layer_windows[i])] for c, i in ((draft, place), (base, target)))
+        if layout != its_layout:
+            raise ConfigError(f"{where} is kept as {its_layout}, the draft's layer as {layout}; kv_layout must be equal")
 
 
 def _check_hybrid_limits(base: LLMEngineConfig, spec: SpecDecodeConfig) -> None:

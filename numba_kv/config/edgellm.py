@@ -137,6 +137,7 @@ def _read_engine(reader: Reader, limits: Limits, role: str, role_tokens: int) ->
         max_kv_cache_capacity=capacity,
         page_tokens=page_tokens,
         kv_cache_dtype=_kv_cache_dtype(reader, limits),
+        kv_layout=limits.kv_layout,
         max_step_tokens=limits.max_step_tokens,
         max_batch_tokens=limits.max_batch_tokens or _max_batch_tokens(reader, batch, max(max_input_len, role_tokens)),
         num_kv_pages=limits.num_kv_pages or _pool_pages(builder, page_tokens),

@@ -16,9 +16,9 @@ from numba_kv.config.recurrent import VERIFY_MODES, RecurrentLayer, check_layer_
 from numba_kv.config.rope import RopeConfig
 from numba_kv.dtypes import KV_CACHE_DTYPES, DType, dtype
 from numba_kv.errors import ConfigError
-from numba_kv.geometry import INT32_MAX, check_page_tokens
+from numba_kv.geometry import FULL, INT32_MAX, KV_LAYOUTS, Window, check_page_tokens
 
-__all__ = ["MAX_KV_CACHE_CAPACITY", "LLMEngineConfig", "check_int", "check_kv_cache_dtype"]
+__all__ = ["MAX_KV_CACHE_CAPACITY", "LLMEngineConfig", "check_int", "check_kv_cache_dtype", "check_kv_layout"]
 
 #: Largest capacity in tokens that still fits int32 after rounding to whole tiles.
 MAX_KV_CACHE_CAPACITY = INT32_MAX // 256 * 256
@@ -64,6 +64,21 @@ def check_kv_cache_dtype(name: object) -> str:
     return found
 
 
+def check_kv_layout(layout: object) -> str | tuple[str, ...]:
+    """Return a layout of pages, or a tuple of one for each window group.
+
+    Raises
+    ------
+    ConfigError
+        If it is neither.
+    """
+    if isinstance(layout, (tuple, list)) and all(isinstance(each, str) and each in KV_LAYOUTS for each in layout):
+        return tuple(layout)
+    if not isinstance(layout, str) or layout not in KV_LAYOUTS:
+        raise ConfigError(f"kv_layout: {show(layout)} is not one of {', '.join(KV_LAYOUTS)}, or a tuple of one for each group")
+    return layout
+
+
 @dataclass(frozen=True, kw_only=True)
 class LLMEngineConfig:
     """A decoder-only model's caches and the limits they are built for.
@@ -86,6 +101,9 @@ class LLMEngineConfig:
         P, a power of two from 1 to 256.
     kv_cache_dtype : str
         Element type of the pools: float16, bfloat16, float8_e4m3 or float32.
+    kv_layout : str or tuple of str
+        How a page lies: "NHD" [P, H, D] or "HND" [H, P, D]; or one for each window group: full attention first (even if no
+        layer has it), then one for each other window in model order.
     max_step_tokens : int
         C: the most tokens that one step appends to a row with every key readable from pages, and how far a row may
         always be rewound. Longer steps are legal; see `StepView.carry_slots`.
@@ -137,6 +155,7 @@ class LLMEngineConfig:
     max_kv_cache_capacity: int
     page_tokens: int = 16
     kv_cache_dtype: str = "bfloat16"
+    kv_layout: str | tuple[str, ...] = "NHD"
     max_step_tokens: int = 1
     max_batch_tokens: int = 8192
     num_kv_pages: int | None = None
@@ -192,12 +211,16 @@ class LLMEngineConfig:
         if not isinstance(self.ropes, tuple) or not all(isinstance(rope, RopeConfig) for rope in self.ropes):
             raise ConfigError("ropes: a tuple of RopeConfig is wanted")
         object.__setattr__(self, "kv_cache_dtype", check_kv_cache_dtype(self.kv_cache_dtype))
+        object.__setattr__(self, "kv_layout", check_kv_layout(self.kv_layout))
         if self.max_batch_tokens < self.max_batch_size:
             raise ConfigError(
                 f"max_batch_tokens: {self.max_batch_tokens} is below max_batch_size {self.max_batch_size}; "
                 "a decode step of every row must fit"
             )
         check_donors(self.layers)
+        if len(self.kv_layouts) != len(self.windows):
+            wanted = ", ".join(map(str, self.windows))
+            raise ConfigError(f"kv_layout: {len(self.kv_layouts)} layouts given, one for each group wanted: {wanted}")
         check_layer_types(self.layer_types, len(self.layers), self.recurrent_layer)
         self._check_verification()
 
@@ -213,6 +236,21 @@ class LLMEngineConfig:
             raise ConfigError(f"conv_state_room: 0 leaves no column with conv_kernel {layer.conv_kernel}; 1 is the least")
         if self.max_verify_tokens and mode == "replay" and not layer.can_replay:
             raise ConfigError(f"recurrent_spec_verify_mode: a {type(layer).__name__} cannot do 'replay'; use 'snapshot'")
+
+    @cached_property
+    def layer_windows(self) -> tuple[Window, ...]:
+        """Window by which each attention layer is stored: full attention for all if windows are not bounded."""
+        return tuple(layer.window if self.use_bounded_swa else FULL for layer in self.layers)
+
+    @cached_property
+    def windows(self) -> tuple[Window, ...]:
+        """Window of each group: full attention first, then one for each other window in model order."""
+        return tuple(dict.fromkeys((FULL, *self.layer_windows)))
+
+    @property
+    def kv_layouts(self) -> tuple[str, ...]:
+        """Layout of each group's pages."""
+        return (self.kv_layout,) * len(self.windows) if isinstance(self.kv_layout, str) else self.kv_layout
 
     @cached_property
     def attention_indices(self) -> tuple[int, ...]:

@@ -67,6 +67,7 @@ def read_huggingface(top: Reader, limits: Limits) -> LLMEngineConfig:
         max_kv_cache_capacity=capacity,
         page_tokens=limits.page_tokens or _DEFAULT_PAGE_TOKENS,
         kv_cache_dtype=limits.kv_cache_dtype or weights_dtype,
+        kv_layout=limits.kv_layout,
         max_step_tokens=limits.max_step_tokens,
         max_batch_tokens=limits.max_batch_tokens or max(_DEFAULT_BATCH_TOKENS, batch),
         num_kv_pages=limits.num_kv_pages,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from numba_kv.config.engine import MAX_KV_CACHE_CAPACITY, check_int, check_kv_cache_dtype
+from numba_kv.config.engine import MAX_KV_CACHE_CAPACITY, check_int, check_kv_cache_dtype, check_kv_layout
 from numba_kv.config.recurrent import VERIFY_MODES, check_state_dtype
 from numba_kv.errors import ConfigError
 from numba_kv.geometry import INT32_MAX, MAX_POOL_PAGES, check_page_tokens
@@ -24,6 +24,7 @@ class Limits:
     max_kv_cache_capacity: int | None = None
     page_tokens: int | None = None
     kv_cache_dtype: str | None = None
+    kv_layout: str | tuple[str, ...] = "NHD"
     max_step_tokens: int = 1
     max_batch_tokens: int | None = None
     num_kv_pages: int | None = None
@@ -55,6 +56,7 @@ class Limits:
             check_page_tokens(self.page_tokens)
         if self.kv_cache_dtype is not None:
             check_kv_cache_dtype(self.kv_cache_dtype)
+        object.__setattr__(self, "kv_layout", check_kv_layout(self.kv_layout))
         for name in ("recurrent_state_dtype", "conv_state_dtype"):
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, check_state_dtype(name, getattr(self, name)))

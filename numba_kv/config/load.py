@@ -31,6 +31,7 @@ def load_engine_config(
     max_kv_cache_capacity: int | None = None,
     page_tokens: int | None = None,
     kv_cache_dtype: str | None = None,
+    kv_layout: str | tuple[str, ...] = "NHD",
     max_step_tokens: int = 1,
     max_batch_tokens: int | None = None,
     num_kv_pages: int | None = None,
@@ -59,6 +60,8 @@ def load_engine_config(
         Tokens of a page, a power of two from 1 to 256. None: 16, or 128 in the Edge-LLM dialect.
     kv_cache_dtype : str or None
         Element type of the pools. None: what the file says, else bfloat16.
+    kv_layout : str or tuple of str
+        How a page lies, "NHD" or "HND", for all window groups or each; see `LLMEngineConfig`.
     max_step_tokens : int
         Most tokens of a step with every key readable from pages; see `LLMEngineConfig`.
     max_batch_tokens : int or None
@@ -103,6 +106,7 @@ def load_engine_config(
         max_kv_cache_capacity=max_kv_cache_capacity,
         page_tokens=page_tokens,
         kv_cache_dtype=kv_cache_dtype,
+        kv_layout=kv_layout,
         max_step_tokens=max_step_tokens,
         max_batch_tokens=max_batch_tokens,
         num_kv_pages=num_kv_pages,

@@ -40,6 +40,7 @@ def load_deployment_config(
     max_kv_cache_capacity: int | None = None,
     page_tokens: int | None = None,
     kv_cache_dtype: str | None = None,
+    kv_layout: str = "NHD",
     lookahead_pages: int = 4,
     use_bounded_swa: bool = True,
     recurrent_state_dtype: str | None = None,
@@ -65,8 +66,8 @@ def load_deployment_config(
     max_kv_cache_capacity : int or None
         Most tokens of a row of the base. None: what its file says, or less by what the draft's rows lack: they hold the
         proposals of a round behind every row of the base.
-    max_batch_size, page_tokens, kv_cache_dtype, lookahead_pages, use_bounded_swa, rank, expected_world_size
-        As `load_engine_config`, for both engines.
+    max_batch_size, page_tokens, kv_cache_dtype, kv_layout, lookahead_pages, use_bounded_swa, rank, expected_world_size
+        As `load_engine_config`, for both engines; one layout for all groups of both.
     recurrent_state_dtype, conv_state_dtype, conv_state_room
         As `load_engine_config`, for the base.
 
@@ -87,6 +88,7 @@ def load_deployment_config(
         max_kv_cache_capacity=max_kv_cache_capacity,
         page_tokens=page_tokens,
         kv_cache_dtype=kv_cache_dtype,
+        kv_layout=kv_layout,
         lookahead_pages=lookahead_pages,
         use_bounded_swa=use_bounded_swa,
         recurrent_state_dtype=recurrent_state_dtype,

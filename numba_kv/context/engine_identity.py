@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 
 __all__ = ["engine_identity", "row_identity"]
 
-#: Fields of a configuration that say how much fits, and nothing of what K and V are.
+#: Fields of a configuration that say how much fits and how it lies, and nothing of what K and V are.
 _LIMITS = frozenset(
     {
         "max_batch_size", "max_kv_cache_capacity", "max_step_tokens", "max_batch_tokens", "num_kv_pages", "lookahead_pages",
         "max_lora_rank", "max_loras", "lora_targets", "external_weights_nbytes", "num_deepstack_features", "use_bounded_swa",
         "max_input_len", "eos_token_ids", "max_verify_tokens", "recurrent_spec_verify_mode", "conv_state_room",
-        "page_tokens", "kv_cache_dtype", "kept_window_pages", "kept_states",
+        "page_tokens", "kv_cache_dtype", "kv_layout", "kept_window_pages", "kept_states",
     }
 )  # fmt: skip
 

@@ -316,16 +316,47 @@ class Launch:
         """
         if type(items) is not int or not 0 <= items <= _MOST_ITEMS:
             items = self._checked_items(items)
+        if scalars:
+            self.set(**scalars)
+        if items:
+            self._run(items, stream)
+
+    def set(self, **scalars: int) -> None:
+        """Set scalar arguments to other values than the bound ones; they stay.
+
+        Raises
+        ------
+        InputError
+            If one is unknown or no 64-bit integer; nothing is changed.
+        """
         words, places = self._words, self._places
-        before = words.tobytes() if scalars else b""
+        before = words.tobytes()
         try:
             for name, value in scalars.items():
                 words[places[name]] = value
         except (KeyError, TypeError, ValueError):
             words.cast("B")[:] = before
             raise self._refusal(scalars) from None
-        if items:
-            self._run(items, stream)
+
+    def repeated(self, items: int) -> Callable[[Stream], None]:
+        """Return a function that runs the kernel over `items` items each time: a call without its checks.
+
+        It keeps the launch alive, and holds until the launch is called or repeated for another number of items. Scalars are
+        those set last.
+
+        Raises
+        ------
+        InputError
+            If `items` is no number of items.
+        """
+        items = self._checked_items(items)
+        if not items:
+            return _nothing
+        if isinstance(self.device, CudaDevice):
+            from numba_kv.kernels.on_cuda import cuda_repeated
+
+            return cuda_repeated(self, items)
+        return lambda stream: self._run(items, stream)
 
     def _checked_items(self, items: Any) -> int:
         try:
@@ -346,6 +377,10 @@ class Launch:
             except InputError as error:
                 return error
         raise InvariantError(f"kernel {self.kernel.name}: scalars {scalars} were refused without a reason")
+
+
+def _nothing(stream: Stream) -> None:
+    """Run over no items."""
 
 
 def lanes_of(device: Device, threads: int) -> int:

@@ -1,4 +1,4 @@
-"""K and V of tokens out of a layer's pool: `gather_kv`, `gather_kv_words`, and `find_slots`, which names the tokens.
+"""K and V of tokens out of a layer's pool: `gather_kv` and `gather_kv_words`; `find_slots` and `find_ragged_slots` name them.
 
 Tokens are named by slots, as in the write: the same list serves every layer of a group, and `carry_slots` are such a list.
 """
@@ -8,11 +8,24 @@ from __future__ import annotations
 import numpy as np
 
 from numba_kv.kernels.bits import FLOAT8, clear_row, copy_pair, move_pair, unpack_pair
-from numba_kv.kernels.jit import kernel
+from numba_kv.kernels.jit import kernel, routine
 from numba_kv.kernels.kv_write import slot_offset
 from numba_kv.kernels.spec import array, scalar
 
-__all__ = ["find_slots", "gather_kv", "gather_kv_words"]
+__all__ = ["find_ragged_slots", "find_slots", "gather_kv", "gather_kv_words"]
+
+
+@routine
+def slot_of(page_table, row, position, length, shift, num_pages):
+    """Return the slot of a position of a row; -1 where it has none: see `find_slots`."""
+    slot = np.int64(-1)
+    if row >= 0 and row < page_table.shape[0] and position >= 0 and position < length:
+        page = position >> shift
+        if page < page_table.shape[2]:
+            found = np.int64(page_table[row, 0, page])
+            if found >= 0 and found < num_pages:
+                slot = (found << shift) + (position - (page << shift))
+    return slot
 
 
 @kernel(
@@ -34,16 +47,44 @@ def find_slots(item, slots, page_table, rows, starts, lengths, low, shift, num_p
     columns = np.int64(slots.shape[1])
     b = np.int64(item) // columns
     column = np.int64(item) - b * columns
-    row = np.int64(rows[b])
     position = np.int64(starts[b]) + low + column
+    slots[b, column] = slot_of(page_table, np.int64(rows[b]), position, np.int64(lengths[b]), shift, num_pages)
+
+
+@kernel(
+    slots=array("int64"),
+    cu_seqlens=array("int32"),
+    page_table=array("int32", 3),
+    rows=array("int32"),
+    starts=array("int32"),
+    lengths=array("int32"),
+    low=scalar(),
+    shift=scalar(),
+    num_pages=scalar(),
+)
+def find_ragged_slots(item, slots, cu_seqlens, page_table, rows, starts, lengths, low, shift, num_pages):
+    """Write the slot of one token: those of row b are tokens [cu_seqlens[b], cu_seqlens[b + 1]), from its position on.
+
+    The position of the row's first token is ``starts[b] + low``. -1 as in `find_slots`, and for tokens of no row.
+
+    Item: a token.
+    """
+    token = np.int64(item)
+    count = np.int64(cu_seqlens.shape[0] - 1)
     slot = np.int64(-1)
-    if row >= 0 and row < page_table.shape[0] and position >= 0 and position < np.int64(lengths[b]):
-        page = position >> shift
-        if page < page_table.shape[2]:
-            found = np.int64(page_table[row, 0, page])
-            if found >= 0 and found < num_pages:
-                slot = (found << shift) + (position - (page << shift))
-    slots[b, column] = slot
+    if token < cu_seqlens[count]:
+        b, beyond = np.int64(0), count
+        while beyond - b > 1:  # the last row that starts at or before the token
+            middle = (b + beyond) >> 1
+            if cu_seqlens[middle] <= token:
+                b = middle
+            else:
+                beyond = middle
+        first = np.int64(cu_seqlens[b])
+        if first <= token:
+            position = np.int64(starts[b]) + low + token - first
+            slot = slot_of(page_table, np.int64(rows[b]), position, np.int64(lengths[b]), shift, num_pages)
+    slots[token] = slot
 
 
 @kernel(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from numba_kv.device.build_cache import read_product, write_product
 from numba_kv.device.module import Function, ptx_to_cubin
-from numba_kv.errors import InvariantError
+from numba_kv.errors import DeviceError, InvariantError
 from numba_kv.kernels.driver_calls import GRID, STREAM, DriverCalls
 from numba_kv.kernels.jit import specialise
 from numba_kv.kernels.numba_targets import array_from_address, compile_to_ptx, cuda_device_function
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from numba_kv.device.stream import Stream
     from numba_kv.kernels.jit import Kernel, Launch
 
-__all__ = ["compile_ptx", "cuda_runner", "entry_name", "launch_call"]
+__all__ = ["compile_ptx", "cuda_repeated", "cuda_runner", "entry_name", "launch_call"]
 
 _functions: dict[tuple[Kernel, int], Function] = {}
 _lock = threading.RLock()  # an interrupt must not lock its own thread out
@@ -143,3 +143,24 @@ def cuda_runner(launch: Launch) -> Callable[[int, Stream], None]:
         call()
 
     return run
+
+
+def cuda_repeated(launch: Launch, items: int) -> Callable[[Stream], None]:
+    """Return a function that enqueues the bound kernel over `items` items: the driver call and nothing else.
+
+    It does not look whether the device is current in the calling thread: it nearly always is, and where it is not the driver
+    refuses the launch, which is then made with the device current.
+    """
+    call = DriverCalls(launch_call(launch))
+    words = call.words
+    words[GRID] = launch.prepare(items)
+
+    def again(stream: Stream) -> None:
+        words[STREAM] = stream.handle
+        try:
+            call()
+        except DeviceError:
+            with launch.device.active():
+                call()
+
+    return again

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from numba_kv.adapters import torch_kv
+from numba_kv.cache.kv_bound import BoundCall
 from numba_kv.cache.kv_io import KVIO
 from numba_kv.config import AttentionLayer, LLMEngineConfig
 from numba_kv.dtypes import dtype
@@ -64,29 +65,35 @@ def measure_kv(target: str | None) -> dict[str, object]:
 
     on_gpu = resolve_target(target) == "cuda"
     sizes = KVSizes() if on_gpu else KVSizes(tokens=4096)
-    points = [point for kind in ("bfloat16", "float8_e4m3") for point in _Bench(target, kind, sizes).points()]
+    points: list[dict[str, object]] = []
+    for kind in ("bfloat16", "float8_e4m3"):
+        resources = SharedResources.create_for_llm(_config(kind, sizes), target=target)
+        with resources, KVIO(resources.cache_managers[0]) as io:
+            points += _Bench(resources, io, kind, sizes).points()
     return {"target": resolve_target(target), **vars(sizes), "points": points}
 
 
-class _Bench:
-    """One model of a few attention layers, and arrays of a step's tokens."""
+def _config(kind: str, sizes: KVSizes) -> LLMEngineConfig:
+    """Return a model of a few attention layers."""
+    return LLMEngineConfig(
+        layers=(AttentionLayer(num_kv_heads=sizes.heads, head_dim=sizes.dim, window=FULL),) * _LAYERS,
+        max_batch_size=1,
+        max_kv_cache_capacity=sizes.tokens,
+        page_tokens=sizes.page_tokens,
+        max_batch_tokens=sizes.tokens,
+        num_kv_pages=sizes.num_pages,
+        kv_cache_dtype=kind,
+    )
 
-    def __init__(self, target: str | None, kind: str, sizes: KVSizes) -> None:
+
+class _Bench:
+    """One model, and arrays of a step's tokens. Borrows both."""
+
+    def __init__(self, resources: SharedResources, io: KVIO, kind: str, sizes: KVSizes) -> None:
         import numpy as np
 
-        self.kind, self.sizes = kind, sizes
-        config = LLMEngineConfig(
-            layers=(AttentionLayer(num_kv_heads=sizes.heads, head_dim=sizes.dim, window=FULL),) * _LAYERS,
-            max_batch_size=1,
-            max_kv_cache_capacity=sizes.tokens,
-            page_tokens=sizes.page_tokens,
-            max_batch_tokens=sizes.tokens,
-            num_kv_pages=sizes.num_pages,
-            kv_cache_dtype=kind,
-        )
-        self.resources = SharedResources.create_for_llm(config, target=target)
-        self.device: Device = self.resources.device
-        self.io = KVIO(self.resources.cache_managers[0])
+        self.resources, self.io, self.kind, self.sizes = resources, io, kind, sizes
+        self.device: Device = resources.device
         if kind == "float8_e4m3":
             self.io.set_scales(_LAYER, 0.5, 0.5)
         random = np.random.default_rng(0)
@@ -110,13 +117,10 @@ class _Bench:
         self.table.fill_from(random.uniform(-1, 1, self.table.shape).astype(np.float32))
 
     def points(self) -> list[dict[str, object]]:
-        """Measure everything, and give the memory back."""
-        try:
-            points = [self._write(), self._rotate(None), self._rotate(self.q), self._gather(), self._copy_pages()]
-            return points + [self._decode("write_decode", self._write_few), self._decode("rotate_decode", self._rotate_few)]
-        finally:
-            self.io.close()
-            self.resources.close()
+        """Measure everything."""
+        points = [self._write(), self._rotate(None), self._rotate(self.q), self._gather(), self._copy_pages()]
+        few = [("write_decode", self._write_few, self._bind_write), ("rotate_decode", self._rotate_few, self._bind_rotate)]
+        return points + [self._decode(*each) for each in few]
 
     def _write(self) -> dict[str, object]:
         found = self._point("write", self._moved(), lambda: self.io.write_slots(_LAYER, self.k, self.v, self.slots))
@@ -154,6 +158,15 @@ class _Bench:
         found = self._point("copy_pages", 2 * 2 * count * page, lambda: self.io.copy_pages(_GROUP, pairs))
         return found | {"pages": count}
 
+    def _bind_write(self) -> BoundCall:
+        n = self.sizes.decode_tokens
+        return self.io.bind_write_slots(_LAYER, self.k[:n], self.v[:n], self.few_slots)
+
+    def _bind_rotate(self) -> BoundCall:
+        n = self.sizes.decode_tokens
+        step = self._step(n, self.few_slots)
+        return self.io.bind_write_rotated(_LAYER, self.q[:n], self.k[:n], self.v[:n], step, self.table)
+
     def _write_few(self, stream: Stream | None = None) -> None:
         n = self.sizes.decode_tokens
         self.io.write_slots(_LAYER, self.k[:n], self.v[:n], self.few_slots, stream=stream)
@@ -163,10 +176,11 @@ class _Bench:
         step = self._step(n, self.few_slots)
         self.io.write_rotated(_LAYER, self.q[:n], self.k[:n], self.v[:n], step, self.table, stream=stream)
 
-    def _decode(self, what: str, work: Callable[..., None]) -> dict[str, object]:
-        """Time a small call: alone on the host, and on the GPU as one of many in a graph."""
+    def _decode(self, what: str, work: Callable[..., None], bind: Callable[[], BoundCall]) -> dict[str, object]:
+        """Time a small call: on the host, as it is and bound, and on the GPU as one of many in a graph."""
         n, steps = self.sizes.decode_tokens, 100
         found: dict[str, object] = {"what": what, "pool": self.kind, "tokens": n, "host_us": median_us(work, 200)}
+        found["bound_host_us"] = _loop_us(self.device, bind(), n)
         found |= _captured(self.device, work, steps)
         ours = what == "write_decode" and self.kind == "bfloat16"
         if ours and self.device.target == "cuda" and torch_kv.is_installed():
@@ -210,6 +224,18 @@ def _stream_us(device: Device, work: Callable[[], object], repeat: int = 15, inn
             work()
         times.append(stream.record(timing=True).microseconds_since(begin) / inner)
     return statistics.median(times)
+
+
+def _loop_us(device: Device, bound: BoundCall, tokens: int) -> float:
+    """Return the host time of one call in a model's loop over 32 layers."""
+    layers, times = range(32), []
+    for _ in range(50):
+        device.stream.synchronize()
+        start = time.perf_counter()
+        for _ in layers:
+            bound(tokens)
+        times.append((time.perf_counter() - start) * 1e6 / len(layers))
+    return round(statistics.median(times), 3)
 
 
 def _captured(device: Device, work: Callable[[Stream], None], steps: int) -> dict[str, object]:

@@ -58,6 +58,7 @@ def plan_json(plan: MemoryPlan, budget: Budget | None, name: str) -> dict[str, o
                     for s in g.slabs
                 ],
                 "page_tokens": g.page_tokens,
+                "kv_layout": g.kv_layout,
                 "ring_pages": g.ring,
                 "usable_pages": g.usable_pages,
                 "num_pages": g.num_pages,

@@ -31,7 +31,7 @@ def adapter(name: str, content: bytes) -> LoRAAdapter:
 
 def test_limits_are_no_part_of_an_identity() -> None:
     base = engine_identity(config(), b"w")
-    for change in ({"max_batch_size": 8}, {"max_kv_cache_capacity": 512}, {"num_kv_pages": 99}, {"lookahead_pages": 1}):
+    for change in ({"max_batch_size": 8}, {"max_kv_cache_capacity": 512}, {"num_kv_pages": 99}, {"kv_layout": "HND"}):
         assert engine_identity(config(**change), b"w") == base
 
 

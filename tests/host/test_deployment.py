@@ -165,6 +165,7 @@ BAD: list[tuple[str, Any, Any, dict[str, Any], tuple[str, ...]]] = [
     ("gemma4_mtp", {}, {"page_tokens": 8}, {}, ("page_tokens: 8", "4")),
     ("gemma4_mtp", {}, {"num_kv_pages": 40}, {}, ("num_kv_pages: 40", "None")),
     ("gemma4_mtp", {}, {"use_bounded_swa": False}, {}, ("use_bounded_swa: False",)),
+    ("gemma4_mtp", {}, {"kv_layout": "HND"}, {}, ("target_kv_layers[0]: ", "kept as NHD", "as HND")),
     ("gemma4_mtp", {}, {"max_kv_cache_capacity": 68}, {}, ("max_kv_cache_capacity: 17 pages", "16")),
     ("gemma4_mtp", {}, {}, {"target_kv_layers": ()}, ("target_kv_layers: 0 entries for 1",)),
     ("gemma4_mtp", {}, {}, {"target_kv_layers": (2,)}, ("target_kv_layers[0]: 2", "2 attention layers")),

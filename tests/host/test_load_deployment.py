@@ -75,11 +75,18 @@ def test_files_are_read_too(tmp_path: Path) -> None:
 
 
 def test_limits_of_both() -> None:
-    found = load(page_tokens=16, kv_cache_dtype="float8_e4m3", max_batch_size=1, lookahead_pages=2, use_bounded_swa=False)
+    found = load(
+        page_tokens=16,
+        kv_cache_dtype="float8_e4m3",
+        kv_layout="HND",
+        max_batch_size=1,
+        lookahead_pages=2,
+        use_bounded_swa=False,
+    )
     assert found.draft is not None
     for config in (found.base, found.draft):
         assert (config.page_tokens, config.kv_cache_dtype, config.max_batch_size) == (16, "float8_e4m3", 1)
-        assert (config.lookahead_pages, config.use_bounded_swa) == (2, False)
+        assert (config.lookahead_pages, config.use_bounded_swa, config.kv_layouts) == (2, False, ("HND",))
 
 
 def test_tokens_of_a_step_hold_the_width_of_a_role() -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 
 from numba_kv.errors import DeviceError
-from numba_kv.kernels import driver_calls
+from numba_kv.kernels import driver_calls, on_cuda
 from numba_kv.kernels.driver_calls import CALL_WORDS, DriverCalls
 
 WORDS = [ctypes.c_int64] * 11
@@ -61,3 +63,44 @@ def test_a_status_without_a_name_is_told_by_its_number(functions: dict[str, Call
     functions["cuFirst"] = lambda *words: 123456
     with pytest.raises(DeviceError, match="cuFirst: the driver reports error 123456"):
         DriverCalls(("cuFirst",))()
+
+
+class Device:
+    """Stands for a GPU that is current or not."""
+
+    def __init__(self) -> None:
+        self.is_current = False
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        before, self.is_current = self.is_current, True
+        yield
+        self.is_current = before
+
+
+def repeated(monkeypatch: pytest.MonkeyPatch, device: Device) -> Callable[[object], None]:
+    words = ("cuLaunchKernel", 0xF, 0, 1, 1, 64, 1, 1, 0, 0, 0xB0, 0)
+    monkeypatch.setattr(on_cuda, "launch_call", lambda launch: words)
+    launch = SimpleNamespace(device=device, prepare=lambda items: items // 64)
+    again = on_cuda.cuda_repeated(launch, 448)  # type: ignore[arg-type]
+    return lambda stream: again(stream)  # type: ignore[arg-type]
+
+
+def test_a_repeated_launch_is_one_call(functions: dict[str, Callable[..., int]], monkeypatch: pytest.MonkeyPatch) -> None:
+    functions["cuLaunchKernel"] = lambda *words: 0
+    again = repeated(monkeypatch, Device())
+    again(SimpleNamespace(handle=0x57))
+    assert made == [("cuLaunchKernel", (0xF, 7, 1, 1, 64, 1, 1, 0, 0x57, 0xB0, 0))]
+
+
+def test_a_refused_launch_is_made_with_the_device_current(
+    functions: dict[str, Callable[..., int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = Device()
+    functions["cuLaunchKernel"] = lambda *words: 0 if device.is_current else 201
+    repeated(monkeypatch, device)(SimpleNamespace(handle=1))
+    assert len(made) == 2
+    assert not device.is_current
+    functions["cuLaunchKernel"] = lambda *words: 719
+    with pytest.raises(DeviceError, match="CUDA_ERROR_LAUNCH_FAILED"):
+        repeated(monkeypatch, device)(SimpleNamespace(handle=1))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -129,6 +131,33 @@ def test_a_launch_keeps_its_arrays_alive(device: Device) -> None:
     launch = store.bind(device, {"to": device.tensor((3,), dtype("int64")), "value": 1})
     launch(3, device.stream)
     device.stream.synchronize()
+
+
+@pytest.mark.parametrize("items", [0, 1, 5, 200])
+def test_a_repeated_launch_does_the_same_each_time(device: Device, items: int) -> None:
+    bits, values = device.tensor((200,), dtype("bfloat16")), to_device(device, np.arange(200))
+    given = {"values": values, "sums": device.tensor((200, 2), dtype("int64")), "bits": bits}
+    launch = threads.bind(device, {**given, "add": 0, "subtract": 0})
+    again = launch.repeated(items)
+    again(device.stream)
+    launch.set(add=5)
+    again(device.stream)
+    assert bits.to_host().view(np.uint16).tolist() == [2] * items + [0] * (200 - items)
+    assert given["sums"].to_host()[:, 0].tolist() == [*range(5, items + 5), *[0] * (200 - items)]
+
+
+def test_a_repeated_launch_keeps_its_arrays_alive(device: Device) -> None:
+    to = device.tensor((3,), dtype("int64"))
+    memory = weakref.ref(to._memory)
+    again = store.bind(device, {"to": to, "value": 4}).repeated(2)
+    del to
+    gc.collect()
+    assert memory() is not None
+    again(device.stream)
+    device.stream.synchronize()
+    del again
+    gc.collect()
+    assert memory() is None
 
 
 # -- checks

@@ -10,7 +10,7 @@ from numba_kv.cache.kv_operands import bind_rows, dense
 from numba_kv.device import Device, Tensor, create_device
 from numba_kv.dtypes import dtype
 from numba_kv.errors import InputError, ShapeError
-from numba_kv.kernels.kv_read import find_slots
+from numba_kv.kernels.kv_read import find_ragged_slots, find_slots
 from tests.helpers.kv_pools import NUMPY, Guarded, converted, numbers, same_bits
 
 NHD, HND = (0, 1, 2, 3, 4), (0, 1, 3, 2, 4)
@@ -148,3 +148,48 @@ def test_positions_are_found_through_the_table(device: Device, page: int) -> Non
                     if 0 <= entry < num_pages:
                         expected[b, column] = entry * page + position % page
         assert np.array_equal(found.values(), expected)
+
+
+CUMULATIVE = [
+    [0, 4, 4, 9, 10, 10, 14],  # rows without a token among them
+    [0, 0, 0, 0, 0, 0, 0],
+    [2, 5, 9, 9, 11, 30, 40],  # the first tokens are nobody's, and there are fewer than it says
+    [0, 9, 3, -7, 2**31 - 1, -(2**31), 8],  # nonsense: whatever it finds is a slot of the table
+]
+
+
+@pytest.mark.parametrize("cumulative", CUMULATIVE)
+@pytest.mark.parametrize("page", [1, 4])
+def test_packed_positions_are_found_through_the_table(device: Device, page: int, cumulative: list[int]) -> None:
+    random = np.random.default_rng(page)
+    rows, width, num_pages, tokens = 3, 4, 9, 17
+    table = random.integers(-1, num_pages + 2, (rows, 2, width)).astype(np.int32)
+    named = np.array([2, 0, 1, -1, 3, 1], np.int32)
+    starts = np.array([0, -3, 2, 0, 0, width * page - 2], np.int32)
+    lengths = np.array([width * page, 5, 6, 9, 9, 2**31 - 1], np.int32)
+    cu_seqlens = np.array(cumulative, np.int32)
+    for low in (0, -1, 2**40):
+        found = Guarded(device, (tokens,), "int64")
+        values = {"page_table": table, "rows": named, "starts": starts, "lengths": lengths, "cu_seqlens": cu_seqlens}
+        launch = find_ragged_slots.bind(
+            device,
+            {
+                **{name: uploaded(device, array) for name, array in values.items()},
+                "slots": found.tensor,
+                "low": low,
+                "shift": page.bit_length() - 1,
+                "num_pages": num_pages,
+            },
+        )
+        launch(tokens, device.stream)
+        expected = np.full(tokens, -1)
+        for b, row in enumerate(named):
+            for token in range(max(0, cumulative[b]), min(tokens, cumulative[b + 1])):
+                position = int(starts[b]) + low + token - cumulative[b]
+                if 0 <= row < rows and 0 <= position < min(int(lengths[b]), width * page):
+                    entry = int(table[row, 0, position // page])
+                    if 0 <= entry < num_pages:
+                        expected[token] = entry * page + position % page
+        if cumulative == sorted(cumulative):
+            assert np.array_equal(found.values(), expected)
+        assert ((found.values() >= -1) & (found.values() < num_pages * page)).all()
