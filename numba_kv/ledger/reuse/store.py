@@ -68,8 +68,10 @@ class KeptStore:
 
     def epochs(self) -> tuple[int, ...]:
         """Return the epochs of all pools: what is planned now is current as long as they are these."""
-        pages = (0 if kept is None else kept.epoch for kept in (self.full, self.draft))
-        return (*pages, self.snapshots.epoch, *(pool.epoch for pool in self.windows))
+        full = 0 if self.full is None else self.full.epoch
+        draft = 0 if self.draft is None else self.draft.epoch
+        windows = [pool.epoch for pool in self.windows] if self.windows else ()
+        return full, draft, self.snapshots.epoch, *windows
 
     # -- room ----------------------------------------------------------------------------------------------------------
 
