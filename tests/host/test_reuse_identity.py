@@ -149,6 +149,14 @@ def test_keys_have_the_tokens_in_common_that_contents_have(one: list, other: lis
     assert (keys[0] == keys[1]) == (one == other)
 
 
+@given(UNITS, UNITS, st.integers(0, 8))
+def test_blocks_are_exact_where_their_keys_are(one: list, other: list, shared: int) -> None:
+    contents = [grown(units) for units in (one, one[:shared] + other)]
+    blocks = [(content.exact(b), content.key(4 * b, 4 * b + 4)) for content in contents for b in range(content.num_blocks)]
+    for exact, key in blocks:
+        assert [exact == other for other, _ in blocks] == [key == other for _, other in blocks]
+
+
 def test_an_item_is_its_content_and_the_place_in_it() -> None:
     tokens, x, y = [7] * 8, b"x" * 16, b"y" * 16
     contents = [

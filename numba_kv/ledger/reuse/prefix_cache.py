@@ -297,10 +297,11 @@ class PrefixCache:
         store = self.store
         for kept, page in ((store.full, plan.partial_page), (store.draft, plan.draft_partial_page)):
             if kept is not None and page >= 0:
-                kept.pool.share(np.array([page]), count)
-        pairs = [(pool, w.slots.tolist()) for pool, w in zip(store.windows, plan.windows, strict=False)]
-        for pool, slots in pairs:
-            pool.pin(slots) if count > 0 else pool.unpin(slots)
+                kept.pool.shares[page] += count  # as `share` does; for one page an array would take longer than the sum
+        if plan.windows:
+            for pool, copies in zip(store.windows, plan.windows, strict=True):
+                slots = copies.slots.tolist()
+                pool.pin(slots) if count > 0 else pool.unpin(slots)
         if plan.snapshot >= 0:
             store.snapshots.pin([plan.snapshot]) if count > 0 else store.snapshots.unpin([plan.snapshot])
 

@@ -222,18 +222,18 @@ class Run:
         self.size = size
         self.version += 1
 
-    def same_blocks(self, offset: int, content: TokenContent, block: int, count: int) -> int:
-        """Return how many blocks from `offset` on equal those of `content` from `block` on, at most `count`."""
+    def same_blocks(self, content: TokenContent, block: int, count: int) -> int:
+        """Return how many of its first blocks equal those of `content` from `block` on, at most `count`."""
         size = 4 * self.page_tokens
-        if not self.raw.startswith(content.raw[size * block : size * (block + count)], size * offset):
-            same = self.tokens[offset : offset + count] == content.blocks(block, block + count)
+        if not self.raw.startswith(content.raw[size * block : size * (block + count)]):
+            same = self.tokens[:count] == content.blocks(block, block + count)
             count = int(same.argmin()) // self.page_tokens
         if self.media or content.has_media:
             its_media = content.media_blocks(block, block + count)
-            places = {b - block + offset for b in its_media} | {b for b in self.media if offset <= b < offset + count}
+            places = {b - block for b in its_media} | {b for b in self.media if b < count}
             for place in sorted(places):
-                if self.media.get(place) != its_media.get(place - offset + block):
-                    return place - offset
+                if self.media.get(place) != its_media.get(place + block):
+                    return place
         return count
 
     def key_of(self, offset: int) -> bytes:

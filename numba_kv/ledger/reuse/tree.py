@@ -83,7 +83,7 @@ class PrefixTree:
             if child is None:
                 break
             run, left = child, total - blocks
-            offset = run.same_blocks(0, content, blocks, left if left < run.size else run.size)
+            offset = run.same_blocks(content, blocks, left if left < run.size else run.size)
             blocks += offset
             path.segments.append((run, offset))
         path.blocks = blocks
