@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -102,7 +102,7 @@ class PageIdPool:
         self._peak = max(self._peak, self.owned_pages)
         return ids
 
-    def share(self, ids: NDArray[np.integer[Any]], holders: int) -> None:
+    def share(self, ids: NDArray[np.int32], holders: int) -> None:
         """Note `holders` more rows, or less if it is negative, that hold the pages `ids`, each of them owned."""
         self.shares[ids.astype(np.intp, copy=False)] += holders  # or they are converted twice
 

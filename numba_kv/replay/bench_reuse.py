@@ -1,20 +1,20 @@
 """``numba-kv bench reuse``: what a prefix hit costs on the host, beside plain Python, and the naming of its blocks.
 
 Both caches hold the same prompts in the same pages, one that hits and others of as many pages in all. Tokens are arrays, or
-bytes, before the clock starts. Medians over calls that are timed one by one, in turns for both.
+bytes, before the clock starts. Calls are timed one by one, in turns for both; figures are lower quartiles, since whatever else
+the machine does only adds time.
 """
 
 from __future__ import annotations
 
-import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from numba_kv.errors import InvariantError
-from numba_kv.kernels.block_names import with_compiled_chain
+from numba_kv.kernels.block_names import chain_names
 from numba_kv.ledger.pages import PageIdPool
 from numba_kv.ledger.reuse.block_hash import Blake2bHash, BlockHash, chain_hashes
 from numba_kv.ledger.reuse.content import TokenContent
@@ -53,16 +53,15 @@ def measure_hits(pages: int, *, repeat: int) -> dict[str, object]:
         for hit, found in zip((ours, plain), times, strict=True):
             hit()  # what the other one pushed out of the processor's caches comes back
             found += [hit() for _ in range(max(1, repeat // _ROUNDS))]
-    names = ("lookup_us", "acquire_us", "release_us", "hit_us")
-    mine, other = (dict(zip(names, _medians(found), strict=True)) for found in times)
-    content, identity = TokenContent(_PAGE_TOKENS, prompts[-1]), ContextIdentity(page_tokens=_PAGE_TOKENS)
+    mine, other = (_figures(found) for found in times)
+    content = TokenContent(_PAGE_TOKENS, prompts[-1])
     return {
         "pages": pages,
         **mine,
         **{f"plain_{name}": value for name, value in other.items()},
         "times_faster": round(other["hit_us"] / mine["hit_us"], 2),
-        "hash_us": _naming_us(with_compiled_chain(Blake2bHash()), identity, content, repeat // 4),
-        "plain_hash_us": _naming_us(Blake2bHash(), identity, content, repeat // 20),
+        "hash_us": _naming_us(Blake2bHash(chain_names), content, repeat // 2),
+        "plain_hash_us": _naming_us(Blake2bHash(), content, repeat // 4),
     }
 
 
@@ -120,17 +119,27 @@ def _plain_hit(prompts: list[NDArray[np.int32]], ids: NDArray[np.int32], pages: 
     return hit
 
 
-def _medians(times: list[_Times]) -> list[float]:
-    """Return the median of each time, and of their sums, in microseconds."""
-    columns = [*zip(*times, strict=True), [sum(each) for each in times]]
-    return [round(statistics.median(column) / 1e3, 2) for column in columns]
+def _figures(times: list[_Times]) -> dict[str, float]:
+    lookups, acquires, releases = zip(*times, strict=True)
+    return {
+        "lookup_us": _quartile_us(lookups),
+        "acquire_us": _quartile_us(acquires),
+        "release_us": _quartile_us(releases),
+        "hit_us": _quartile_us(map(sum, times)),
+    }
 
 
-def _naming_us(naming: BlockHash | None, identity: ContextIdentity, content: TokenContent, repeat: int) -> float:
-    times = []
+def _quartile_us(times: Iterable[int]) -> float:
+    ordered = sorted(times)
+    return round(ordered[len(ordered) // 4] / 1e3, 2)
+
+
+def _naming_us(naming: BlockHash, content: TokenContent, repeat: int) -> float:
+    identity, times, names = ContextIdentity(page_tokens=_PAGE_TOKENS), [], [b""]
     for _ in range(max(1, repeat)):
         start = time.perf_counter_ns()
-        if naming is not None:
-            chain_hashes(naming, identity, content, 0, content.num_blocks)
+        names = chain_hashes(naming, identity, content, 0, content.num_blocks)  # those before live on until these are made
         times.append(time.perf_counter_ns() - start)
-    return round(statistics.median(times) / 1e3, 2)
+    if len(names) != content.num_blocks:
+        raise InvariantError("bench reuse: blocks are left without names")
+    return _quartile_us(times)

@@ -56,7 +56,7 @@ _REUSE_COLUMNS = (
 Columns = tuple[tuple[str, str, str], ...]
 _SWEEPS: Mapping[str, tuple[str, Columns]] = {
     "step": ("step: bookkeeping of a decode step, median microseconds", _STEP_COLUMNS),
-    "reuse": ("reuse: prefix hits, median microseconds", _REUSE_COLUMNS),
+    "reuse": ("reuse: prefix hits, lower quartile of microseconds", _REUSE_COLUMNS),
     "kv": ("kv: K and V into pages and out of them", _KV_COLUMNS),
 }
 

@@ -13,7 +13,7 @@ the cache have let go of it, in either order. ::
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -47,7 +47,7 @@ class SharedPages(Protocol):
         """Take free pages; all or none."""
         ...
 
-    def share(self, ids: NDArray[np.integer[Any]], holders: int) -> None:
+    def share(self, ids: NDArray[np.int32], holders: int) -> None:
         """Note more holders of pages."""
         ...
 

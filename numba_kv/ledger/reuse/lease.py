@@ -12,14 +12,15 @@ from numba_kv.errors import StateError
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from numba_kv.ledger.reuse.kept_pages import SharedPages
     from numba_kv.ledger.reuse.prefix_cache import PrefixCache
     from numba_kv.ledger.reuse.reuse_plan import ReusePlan
 
-__all__ = ["HeldPages", "Lease"]
+__all__ = ["ONE", "HeldPages", "Lease"]
 
-#: Pages that a lease holds, and their pool.
-HeldPages = tuple["SharedPages", "NDArray[np.intp]"]
+#: A pool's `shares`, and the pages that are held of it.
+HeldPages = tuple["NDArray[np.int32]", "NDArray[np.intp]"]
+#: One holder, in the type of `shares`: a Python integer would be converted at each use.
+ONE = np.int32(1)
 
 
 class Lease:
@@ -90,5 +91,5 @@ class Lease:
         if self._holds_sources and self._has_sources:
             self.copied()
         self._holds_sources = self._holds_pages = False
-        for pool, pages in self._held:
-            pool.share(pages, -1)  # none becomes free: what is leased stays kept
+        for shares, pages in self._held:
+            shares[pages] -= ONE  # none becomes free: what is leased stays kept

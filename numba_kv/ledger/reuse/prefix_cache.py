@@ -27,7 +27,7 @@ from numba_kv.ledger.reuse.eviction import Wanted
 from numba_kv.ledger.reuse.groups import ReuseGroups
 from numba_kv.ledger.reuse.identity import ContextIdentity
 from numba_kv.ledger.reuse.kept_pages import KeptPages, PageClasses, SharedPages
-from numba_kv.ledger.reuse.lease import HeldPages, Lease
+from numba_kv.ledger.reuse.lease import ONE, HeldPages, Lease
 from numba_kv.ledger.reuse.lookup import PrefixLookup, longest_kept
 from numba_kv.ledger.reuse.path import entry
 from numba_kv.ledger.reuse.publish_plan import PublishRequest
@@ -166,7 +166,7 @@ class PrefixCache:
         if store.full is not None:
             blocks, rest = divmod(plan.reused_tokens, page)
             plan.pages = path.line(0, 0, blocks)
-            plan.fresh_pages = ceil_div(n, page) - blocks
+            plan.fresh_pages = -(-n // page) - blocks
             if rest:
                 plan.partial_page = entry(path.place(blocks), 0)
         return plan
@@ -227,10 +227,10 @@ class PrefixCache:
             (store.draft, plan.draft_pages, plan.fresh_draft_pages),
         ):
             if kept is not None:
-                pool, places = kept.pool, pages.astype(np.intp)  # once, for all uses as an index
-                pool.share(places, 1)
-                held.append((pool, places))
-                is_short = is_short or pool.free_pages < fresh + extra_pages
+                shares, places = kept.pool.shares, pages.astype(np.intp)  # once, for all uses as an index
+                shares[places] += ONE
+                held.append((shares, places))
+                is_short = is_short or kept.pool.free_pages < fresh + extra_pages
         has_sources = plan.has_sources
         if has_sources:
             self._hold_sources(plan, 1)
@@ -297,7 +297,7 @@ class PrefixCache:
         store = self.store
         for kept, page in ((store.full, plan.partial_page), (store.draft, plan.draft_partial_page)):
             if kept is not None and page >= 0:
-                kept.pool.shares[page] += count  # as `share` does; for one page an array would take longer than the sum
+                kept.pool.shares[page] += count
         if plan.windows:
             for pool, copies in zip(store.windows, plan.windows, strict=True):
                 slots = copies.slots.tolist()
