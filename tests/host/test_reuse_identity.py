@@ -200,6 +200,21 @@ def test_media_that_do_not_match_the_tokens_are_refused(tokens: list, media: lis
         TokenContent(4, tokens, media, placeholders=[9])
 
 
+def test_tokens_are_taken_as_they_are_now() -> None:
+    given = np.arange(9, dtype=np.int32)
+    content = TokenContent(4, given)
+    before = content.exact(0), content.key(0, 9), content.raw[:36].tobytes()
+    given[:] = 7
+    content.extend(given[:3])
+    given[:] = 8
+    assert content.tokens.tolist() == [*range(9), 7, 7, 7]
+    assert (content.exact(0), content.key(0, 9), content.raw[:36].tobytes()) == before
+    empty = TokenContent(4)
+    empty.extend([])
+    empty.extend(given[:1])
+    assert empty.tokens.tolist() == [8]
+
+
 @pytest.mark.parametrize("tokens", [[-1], [2**31], [1.5], ["a"], np.array([True])])
 def test_what_is_no_token_id_is_refused(tokens: list) -> None:
     with pytest.raises(InputError, match="token"):

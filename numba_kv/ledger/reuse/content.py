@@ -153,11 +153,14 @@ class TokenContent:
         added = as_token_ids(tokens)
         stop = self.num_tokens + len(added)
         spans = self._checked(list(media), added, stop)
-        if stop > len(self._buffer):
-            grown = np.zeros(max(stop, len(self._buffer) * 2), np.int32)
-            grown[: self.num_tokens] = self.tokens
-            self._hold(grown)
-        self._buffer[self.num_tokens : stop] = added
+        if not self.num_tokens and len(added):
+            self._hold(added.copy())  # the caller may change them
+        else:
+            if stop > len(self._buffer):
+                grown = np.zeros(max(stop, len(self._buffer) * 2), np.int32)
+                grown[: self.num_tokens] = self.tokens
+                self._hold(grown)
+            self._buffer[self.num_tokens : stop] = added
         self.num_tokens = stop
         self._media += spans
         self.has_media = bool(self._media)
@@ -211,6 +214,8 @@ class TokenContent:
         self.raw = buffer.data.cast("B")  # an array without elements has none
 
     def _checked(self, spans: list[MediaSpan], added: NDArray[np.int32], stop: int) -> list[MediaSpan]:
+        if not spans and self._placeholders is None:
+            return spans
         at = self.num_tokens
         inside = np.zeros(len(added), bool)
         for span in spans:

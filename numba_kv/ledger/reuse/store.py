@@ -292,8 +292,11 @@ class KeptStore:
             raise InvariantError(f"{run}: {len(run.names)} names for {run.size} blocks")
         for offset, branch in run.branches.items():
             blockers = sum(isinstance(node, Run) or node.holds_pages for node in branch.nodes)
+            runs = {node.first: node for node in branch.nodes if isinstance(node, Run)}
             if offset > run.size or branch.blockers != blockers or branch.keys != sorted(branch.keys) or not branch.keys:
                 raise InvariantError(f"{run}: what hangs behind block {offset} is wrong")
+            if branch.runs != runs:
+                raise InvariantError(f"{run}: what hangs behind block {offset} is not found by its tokens")
             if (blockers > 0) != (offset in run.blocking):
                 raise InvariantError(f"{run}: what hangs behind block {offset} is not noted")
         if self.tree.can_go(run) and not run.is_queued:
