@@ -127,7 +127,7 @@ def chain_names(parent: bytes, tokens: NDArray[np.int32]) -> list[bytes]:
     tokens : int32 [n, P]
         Their tokens.
 
-    Cost: 0.15 us a block of 16 tokens; compiles on first use (a second or two; cached on disk).
+    Cost: 0.2 us a block of 16 tokens; compiles on first use (a second or two; cached on disk).
     """
     blocks, size = tokens.shape
     padded = np.zeros((blocks, size + size % 2), "<i4")

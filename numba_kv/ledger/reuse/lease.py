@@ -12,15 +12,23 @@ from numba_kv.errors import StateError
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from numba_kv.ledger.reuse.kept_pages import SharedPages
     from numba_kv.ledger.reuse.prefix_cache import PrefixCache
     from numba_kv.ledger.reuse.reuse_plan import ReusePlan
 
-__all__ = ["ONE", "HeldPages", "Lease"]
+__all__ = ["HeldPages", "Lease", "hold"]
 
 #: A pool's `shares`, and the pages that are held of it.
 HeldPages = tuple["NDArray[np.int32]", "NDArray[np.intp]"]
 #: One holder, in the type of `shares`: a Python integer would be converted at each use.
-ONE = np.int32(1)
+_ONE = np.int32(1)
+
+
+def hold(pool: SharedPages, pages: NDArray[np.int32]) -> HeldPages:
+    """Note one more holder of each page."""
+    shares, places = pool.shares, pages.astype(np.intp)  # converted once, for all uses as an index
+    shares[places] += _ONE
+    return shares, places
 
 
 class Lease:
@@ -92,4 +100,4 @@ class Lease:
             self.copied()
         self._holds_sources = self._holds_pages = False
         for shares, pages in self._held:
-            shares[pages] -= ONE  # none becomes free: what is leased stays kept
+            shares[pages] -= _ONE  # none becomes free: what is leased stays kept

@@ -109,7 +109,7 @@ class PrefixLookup:
 
     def _has_window(self, window: int, tokens: int, tail: Tail | None = None) -> bool:
         first, whole = self._groups.first_block(window, tokens), tokens // self._page
-        if not self._present(window)[first:whole].all():
+        if np.count_nonzero(self._present(window)[first:whole]) < whole - first:
             return False
         return not self._needs_partial(window, tokens) or self._partial_slot(window, tokens, tail) >= 0
 

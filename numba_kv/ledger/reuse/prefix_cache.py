@@ -27,7 +27,7 @@ from numba_kv.ledger.reuse.eviction import Wanted
 from numba_kv.ledger.reuse.groups import ReuseGroups
 from numba_kv.ledger.reuse.identity import ContextIdentity
 from numba_kv.ledger.reuse.kept_pages import KeptPages, PageClasses, SharedPages
-from numba_kv.ledger.reuse.lease import ONE, HeldPages, Lease
+from numba_kv.ledger.reuse.lease import HeldPages, Lease, hold
 from numba_kv.ledger.reuse.lookup import PrefixLookup, longest_kept
 from numba_kv.ledger.reuse.path import entry
 from numba_kv.ledger.reuse.publish_plan import PublishRequest
@@ -222,15 +222,14 @@ class PrefixCache:
             self._check_current(plan)
         held: list[HeldPages] = []
         is_short = False
-        for kept, pages, fresh in (
-            (store.full, plan.pages, plan.fresh_pages),
-            (store.draft, plan.draft_pages, plan.fresh_draft_pages),
-        ):
-            if kept is not None:
-                shares, places = kept.pool.shares, pages.astype(np.intp)  # once, for all uses as an index
-                shares[places] += ONE
-                held.append((shares, places))
-                is_short = is_short or kept.pool.free_pages < fresh + extra_pages
+        if store.full is not None:
+            pool = store.full.pool
+            held.append(hold(pool, plan.pages))
+            is_short = pool.free_pages < plan.fresh_pages + extra_pages
+        if store.draft is not None:
+            pool = store.draft.pool
+            held.append(hold(pool, plan.draft_pages))
+            is_short = is_short or pool.free_pages < plan.fresh_draft_pages + extra_pages
         has_sources = plan.has_sources
         if has_sources:
             self._hold_sources(plan, 1)
