@@ -18,6 +18,7 @@ from numba_kv.batch.reuse_context import SequenceContext
 from numba_kv.batch.reuse_limits import has_variants
 from numba_kv.context.engine_identity import engine_identity, row_identity
 from numba_kv.errors import CapacityError, InputError
+from numba_kv.kernels.block_names import with_compiled_chain
 from numba_kv.ledger.leases import plan_room
 from numba_kv.ledger.reuse.content import TokenContent
 from numba_kv.ledger.reuse.eviction import Wanted
@@ -82,7 +83,7 @@ class BatchReuse:
             window_slots=[(group.usable_pages, group.kept_pages) for group in plan.groups[1:]],
             snapshot_slots=plan.config.kept_states if groups.is_recurrent else 0,
             limits=options.limits,
-            naming=options.naming,
+            naming=with_compiled_chain(options.naming),
             on_event=options.on_event,
         )
         placement.copies.prepare()

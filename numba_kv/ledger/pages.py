@@ -107,14 +107,19 @@ class PageIdPool:
         self._peak = max(self._peak, self.owned_pages)
 
     def share(self, ids: NDArray[np.int32], holders: int) -> None:
-        """Note `holders` more rows that hold the pages `ids`, each of them owned."""
-        self.shares[ids] += np.int32(holders)
+        """Note `holders` more rows, or less if it is negative, that hold the pages `ids`, each of them owned."""
+        self.shares[ids.astype(np.intp, copy=False)] += holders  # or they are converted twice
 
     def drop(self, ids: NDArray[np.int32]) -> None:
         """Note that one row holds its pages `ids` no more; those that nobody else holds become free."""
-        alone = self.shares[ids] == 0
+        places = ids.astype(np.intp, copy=False)
+        others = self.shares[places]
+        if np.count_nonzero(others) == len(others):  # as with pages that are kept for reuse
+            self.shares[places] = others - 1
+            return
+        alone = others == 0
         self.release(ids[alone])
-        self.shares[ids[~alone]] -= 1
+        self.shares[places[~alone]] -= 1
 
     def release(self, ids: NDArray[np.int32]) -> None:
         """Give pages back that one row held alone.

@@ -200,6 +200,13 @@ def measure_lora(options: BenchOptions) -> dict[str, object]:
     return bench_adapters.measure_lora(options.target)
 
 
+def measure_prefixes(options: BenchOptions) -> dict[str, object]:
+    """Time prefix hits and the naming of blocks on the host, beside plain Python."""
+    from numba_kv.replay.bench_reuse import measure_reuse
+
+    return measure_reuse()
+
+
 #: Name of a measure -> what takes it, in the order of ``all``.
 MEASURES: Mapping[str, Measure] = {
     "import": measure_import,
@@ -207,6 +214,7 @@ MEASURES: Mapping[str, Measure] = {
     "replay": measure_replay,
     "copy": measure_copy,
     "step": measure_step,
+    "reuse": measure_prefixes,
     "load": measure_load,
     "kv": measure_data,
     "rope": measure_rope,

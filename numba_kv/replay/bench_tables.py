@@ -43,9 +43,21 @@ _KV_COLUMNS = (
     ("captured", "captured_us", "microseconds on the GPU inside a graph of 100 calls"),
     ("graph host", "captured_host_us", "microseconds on the host for one of them"),
 )
+_REUSE_COLUMNS = (
+    ("pages", "pages", "pages of 16 tokens that a prompt finds"),
+    ("hit", "hit_us", "lookup, acquire and release of their lease, on the host"),
+    ("lookup", "lookup_us", "what is kept of the prompt, its tokens compared"),
+    ("acquire", "acquire_us", "the pages are held, and room is made"),
+    ("release", "release_us", "they are given back"),
+    ("plain hit", "plain_hit_us", "the same three in plain Python, with a record a block"),
+    ("faster", "times_faster", "plain Python's time beside ours"),
+    ("naming", "hash_us", "128-bit names of all blocks"),
+    ("plain naming", "plain_hash_us", "the same names, a call of hashlib for each block"),
+)
 Columns = tuple[tuple[str, str, str], ...]
 _SWEEPS: Mapping[str, tuple[str, Columns]] = {
     "step": ("step: bookkeeping of a decode step, median microseconds", _STEP_COLUMNS),
+    "reuse": ("reuse: prefix hits, lower quartile of microseconds", _REUSE_COLUMNS),
     "kv": ("kv: K and V into pages and out of them", _KV_COLUMNS),
 }
 

@@ -218,6 +218,15 @@ def test_a_lost_page_is_found() -> None:
         cache.audit()
 
 
+def test_a_run_that_no_lookup_finds_is_found() -> None:
+    cache, pool = new_cache(4)
+    serve(cache, pool, [1, 2])
+    (root,) = cache.store.tree.roots.values()
+    root.branches[0].runs.clear()
+    with pytest.raises(InvariantError, match="behind block 0 is not found by its tokens"):
+        cache.audit()
+
+
 def test_a_freed_page_that_is_kept_is_found() -> None:
     cache, pool = new_cache(4)
     serve(cache, pool, [1])

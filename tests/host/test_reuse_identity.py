@@ -149,6 +149,14 @@ def test_keys_have_the_tokens_in_common_that_contents_have(one: list, other: lis
     assert (keys[0] == keys[1]) == (one == other)
 
 
+@given(UNITS, UNITS, st.integers(0, 8))
+def test_blocks_are_exact_where_their_keys_are(one: list, other: list, shared: int) -> None:
+    contents = [grown(units) for units in (one, one[:shared] + other)]
+    blocks = [(content.exact(b), content.key(4 * b, 4 * b + 4)) for content in contents for b in range(content.num_blocks)]
+    for exact, key in blocks:
+        assert [exact == other for other, _ in blocks] == [key == other for _, other in blocks]
+
+
 def test_an_item_is_its_content_and_the_place_in_it() -> None:
     tokens, x, y = [7] * 8, b"x" * 16, b"y" * 16
     contents = [
@@ -190,6 +198,21 @@ def test_media_that_do_not_match_the_tokens_are_refused(tokens: list, media: lis
     assert content.media == ()
     with pytest.raises(InputError, match=message):
         TokenContent(4, tokens, media, placeholders=[9])
+
+
+def test_tokens_are_taken_as_they_are_now() -> None:
+    given = np.arange(9, dtype=np.int32)
+    content = TokenContent(4, given)
+    before = content.exact(0), content.key(0, 9), content.raw[:36].tobytes()
+    given[:] = 7
+    content.extend(given[:3])
+    given[:] = 8
+    assert content.tokens.tolist() == [*range(9), 7, 7, 7]
+    assert (content.exact(0), content.key(0, 9), content.raw[:36].tobytes()) == before
+    empty = TokenContent(4)
+    empty.extend([])
+    empty.extend(given[:1])
+    assert empty.tokens.tolist() == [8]
 
 
 @pytest.mark.parametrize("tokens", [[-1], [2**31], [1.5], ["a"], np.array([True])])

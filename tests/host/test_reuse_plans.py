@@ -20,6 +20,7 @@ from numba_kv.ledger.reuse.prefix_cache import CacheLimits, PrefixCache
 from numba_kv.ledger.reuse.publish_plan import PublishRequest, RingView
 from numba_kv.ledger.reuse.publisher import Published
 from numba_kv.ledger.reuse.reuse_plan import MissReason, ReusePlan
+from tests.helpers.reuse_world import ConstantHash
 
 WHOLE = CacheLimits(whole_pages=True)
 EAGLE, BLOCK_DRAFT, SHARED_KV = DraftContract(future_tokens=1), DraftContract(), DraftContract(owns_pages=False)
@@ -28,7 +29,7 @@ EAGLE, BLOCK_DRAFT, SHARED_KV = DraftContract(future_tokens=1), DraftContract(),
 class Case:
     """One cache and what is published in it: pages are counted from `first`."""
 
-    def __init__(self, page: int, *, limits: CacheLimits = WHOLE, pages: int = 64, **groups: Any) -> None:
+    def __init__(self, page: int, *, limits: CacheLimits = WHOLE, pages: int = 64, naming: Any = None, **groups: Any) -> None:
         self.groups = ReuseGroups(page_tokens=page, **groups)
         self.pool = PageIdPool(pages, 2) if self.groups.has_full else None
         self.draft_pool = PageIdPool(pages, 2) if self.groups.has_draft else None
@@ -41,7 +42,7 @@ class Case:
             window_slots=[(0, 64)] * len(self.groups.windows),
             snapshot_slots=4 if self.groups.is_recurrent else 0,
             limits=limits,
-            naming=Blake2bHash(),
+            naming=naming or Blake2bHash(),
             on_event=self.events.append,
         )
 
@@ -274,6 +275,26 @@ def test_identities_share_nothing() -> None:
         plan = case.cache.lookup(ContextIdentity(page_tokens=4, **change), content)
         assert (plan.reused_tokens, plan.misses[0].reason) == (0, MissReason.UNKNOWN_IDENTITY)
     assert case.cache.lookup(ContextIdentity(page_tokens=4), content).reused_tokens == 8
+
+
+def test_blocks_of_one_name_are_told_apart_by_their_tokens() -> None:
+    case = Case(4, naming=ConstantHash())
+    one, two, three = [1] * 4 + [2] * 4, [1] * 4 + [3] * 4, [4] * 4 + [2] * 4
+    one_pages, two_pages, three_pages = (case.pool.acquire(2) for _ in range(3))
+    for tokens, pages in ((one, one_pages), (two, two_pages), (three, three_pages)):
+        case.publish(tokens, pages=pages)
+    assert {name for event in case.events for name in event.names} == {bytes(16)}
+    wanted = [one_pages.tolist(), [one_pages[0], two_pages[1]], three_pages.tolist()]
+    assert [case.plan([*tokens, 9]).pages.tolist() for tokens in (one, two, three)] == wanted
+    for strange in ([5] * 4 + [2] * 4, [4] * 4 + [3] * 4, [1] * 4 + [4] * 4):
+        kept = 4 if strange[0] != 5 else 0
+        plan = case.plan([*strange, 9])
+        assert (plan.matched_tokens, plan.reused_tokens, plan.misses[0].reason) == (kept, kept, MissReason.DIVERGED)
+    for pages in (one_pages, two_pages, three_pages):
+        case.pool.drop(pages)
+    case.cache.make_room(case.pool.free_pages + 1)  # the second block of the first one goes, no other of its name
+    assert [case.plan([*tokens, 9]).reused_tokens for tokens in (one, two, three)] == [4, 8, 8]
+    case.cache.audit()
 
 
 def test_who_wants_nothing_gets_nothing() -> None:

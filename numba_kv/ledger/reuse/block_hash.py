@@ -7,6 +7,7 @@ by name (a tier) compares the tokens too.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 from numba_kv.ledger.reuse.content import MediaPart, TokenContent
@@ -15,6 +16,9 @@ from numba_kv.ledger.reuse.identity import ContextIdentity
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
+
+    #: Parent's name and tokens int32 [n, P] of consecutive blocks of text -> their names.
+    Chain = Callable[[bytes, NDArray[np.int32]], list[bytes]]
 
 __all__ = ["HASH_BYTES", "Blake2bHash", "BlockHash", "chain_hashes", "prefix_digest"]
 
@@ -43,8 +47,17 @@ class BlockHash(Protocol):
 class Blake2bHash:
     """BLAKE2b of 128 bits over the parent's name and the tokens; the identity is in the root, so in every name.
 
-    Cost: 0.7 us a block of 16 tokens, 1.4 us one of 128.
+    Parameters
+    ----------
+    chain : callable, optional
+        Names blocks of text in another way, with the same result: `numba_kv.kernels.block_names` has a compiled one, which a
+        batch uses by itself.
+
+    Cost: 0.7 us a block of 16 tokens, 1.4 us one of 128; compiled 0.2 us and 0.8 us.
     """
+
+    def __init__(self, chain: Chain | None = None) -> None:
+        self.chain = chain
 
     def root(self, identity: ContextIdentity) -> bytes:
         """Return the name of an identity."""
@@ -58,16 +71,26 @@ class Blake2bHash:
         media: dict[int, tuple[MediaPart, ...]],
     ) -> list[bytes]:
         """Return the names of consecutive blocks."""
-        raw, size = tokens.astype("<i4", copy=False).tobytes(), 4 * tokens.shape[1]
-        digest, found, name = hashlib.blake2b, [], parent
-        for i, at in enumerate(range(0, len(raw), size)):
-            if media and i in media:
-                data = name + raw[at : at + size] + _media_bytes(media[i])
-                name = digest(data, digest_size=HASH_BYTES, person=b"numba_kv media").digest()
-            else:
-                name = digest(name + raw[at : at + size], digest_size=HASH_BYTES).digest()
-            found.append(name)
-        return found
+        chain = self.chain or _chain
+        found: list[bytes] = []
+        for block in sorted(media):
+            found += chain(found[-1] if found else parent, tokens[len(found) : block])
+            data = (found[-1] if found else parent) + _bytes_of(tokens[block]) + _media_bytes(media[block])
+            found.append(hashlib.blake2b(data, digest_size=HASH_BYTES, person=b"numba_kv media").digest())
+        return found + chain(found[-1] if found else parent, tokens[len(found) :])
+
+
+def _chain(parent: bytes, tokens: NDArray[np.int32]) -> list[bytes]:
+    raw, size = _bytes_of(tokens), 4 * tokens.shape[1]
+    digest, found, name = hashlib.blake2b, [], parent
+    for at in range(0, len(raw), size):
+        name = digest(name + raw[at : at + size], digest_size=HASH_BYTES).digest()
+        found.append(name)
+    return found
+
+
+def _bytes_of(tokens: NDArray[np.int32]) -> bytes:
+    return tokens.astype("<i4", copy=False).tobytes()
 
 
 def _media_bytes(parts: tuple[MediaPart, ...]) -> bytes:

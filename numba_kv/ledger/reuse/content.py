@@ -23,6 +23,7 @@ __all__ = ["MediaPart", "MediaSpan", "TokenContent", "as_token_ids", "block_key"
 
 #: First byte of a media token in a key; text tokens are big-endian and not negative, so theirs is below 0x80.
 _MEDIA = 0xFF
+_BIG_ENDIAN = np.dtype(">i4")
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +105,10 @@ class TokenContent:
     ----------
     num_tokens : int
         Tokens so far.
+    has_media : bool
+        Whether any token stands for media.
+    raw : memoryview
+        The tokens as bytes, four each, and room behind them: compared with others in one go. Another one after `extend`.
     """
 
     def __init__(
@@ -115,10 +120,11 @@ class TokenContent:
     ) -> None:
         self.page_tokens = check_count("page_tokens", page_tokens)
         self._placeholders = None if placeholders is None else np.array(sorted(set(placeholders)), np.int64)
-        self._buffer = np.zeros(0, np.int32)
+        self._hold(np.zeros(1, np.int32))
         self._media: list[MediaSpan] = []
         self._starts: list[int] = []
         self.num_tokens = 0
+        self.has_media = False
         self.extend(tokens, media)
 
     @property
@@ -130,11 +136,6 @@ class TokenContent:
     def media(self) -> Sequence[MediaSpan]:
         """All items."""
         return tuple(self._media)
-
-    @property
-    def has_media(self) -> bool:
-        """Whether any token stands for media."""
-        return bool(self._media)
 
     @property
     def num_blocks(self) -> int:
@@ -152,19 +153,31 @@ class TokenContent:
         added = as_token_ids(tokens)
         stop = self.num_tokens + len(added)
         spans = self._checked(list(media), added, stop)
-        if stop > len(self._buffer):
-            grown = np.zeros(max(stop, len(self._buffer) * 2), np.int32)
-            grown[: self.num_tokens] = self.tokens
-            self._buffer = grown
-        self._buffer[self.num_tokens : stop] = added
+        if not self.num_tokens and len(added):
+            self._hold(added.copy())  # the caller may change them
+        else:
+            if stop > len(self._buffer):
+                grown = np.zeros(max(stop, len(self._buffer) * 2), np.int32)
+                grown[: self.num_tokens] = self.tokens
+                self._hold(grown)
+            self._buffer[self.num_tokens : stop] = added
         self.num_tokens = stop
         self._media += spans
+        self.has_media = bool(self._media)
         self._starts += [span.start for span in spans]
 
     def blocks(self, start: int, stop: int) -> NDArray[np.int32]:
         """Return the tokens of the full blocks [start, stop), int32 [stop - start, P]; a view."""
         page = self.page_tokens
         return self._buffer[start * page : stop * page].reshape(stop - start, page)
+
+    def exact(self, block: int) -> bytes:
+        """Return a full block as bytes that only an equal one has. Made sooner than its `key`, which has an order, too."""
+        start, stop = block * self.page_tokens, (block + 1) * self.page_tokens
+        parts = self.media_of(start, stop) if self.has_media else ()
+        if parts:
+            return block_key(self._buffer[start:stop], parts)  # longer than any text
+        return bytes(self.raw[4 * start : 4 * stop])
 
     def media_of(self, start: int, stop: int) -> tuple[MediaPart, ...]:
         """Return the parts of items that lie in the tokens [start, stop), places relative to `start`."""
@@ -192,9 +205,17 @@ class TokenContent:
 
     def key(self, start: int, stop: int) -> bytes:
         """Return the tokens [start, stop) as bytes of which equal beginnings mean equal tokens, media included."""
+        if not self.has_media:
+            return self._buffer[start:stop].astype(_BIG_ENDIAN).tobytes()
         return block_key(self._buffer[start:stop], self.media_of(start, stop))
 
+    def _hold(self, buffer: NDArray[np.int32]) -> None:
+        self._buffer = buffer
+        self.raw = buffer.data.cast("B")  # an array without elements has none
+
     def _checked(self, spans: list[MediaSpan], added: NDArray[np.int32], stop: int) -> list[MediaSpan]:
+        if not spans and self._placeholders is None:
+            return spans
         at = self.num_tokens
         inside = np.zeros(len(added), bool)
         for span in spans:
@@ -218,7 +239,7 @@ class TokenContent:
 
 def block_key(tokens: NDArray[np.int32], parts: tuple[MediaPart, ...]) -> bytes:
     """Return tokens and the items they stand for as bytes of which equal beginnings mean equal tokens."""
-    text = tokens.astype(">i4").tobytes()
+    text = tokens.astype(_BIG_ENDIAN).tobytes()
     if not parts:
         return text
     pieces, at = [], 0

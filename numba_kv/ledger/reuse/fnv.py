@@ -147,9 +147,7 @@ class ReferenceHash:
         )
         found = []
         for i, block in enumerate(tokens.tolist()):
-            special = {
-                place + k: _word_pair(digest) for place, count, _, digest in media.get(i, ()) for k in range(count)
-            }
+            special = {place + k: _word_pair(digest) for place, count, _, digest in media.get(i, ()) for k in range(count)}
             extras = ReferenceExtras(
                 media_tokens=special, adapter=adapter, position=position, embedding=embedding, isolation=isolation
             )

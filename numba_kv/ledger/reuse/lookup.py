@@ -22,14 +22,38 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-__all__ = ["Found", "PrefixLookup"]
+__all__ = ["Found", "PrefixLookup", "longest_kept"]
 
 #: A usable length and, for recurrent layers, the tail that has the snapshot.
 Found = tuple[int, Tail | None]
 
 
+def longest_kept(path: Path, tokens: int, page_tokens: int, *, whole_pages: bool) -> tuple[int, int, tuple[Miss, ...]]:
+    """Return how many of a sequence's `tokens` are kept, how many of them full attention can use, and why it is not more.
+
+    Parameters
+    ----------
+    path : Path
+        Where the sequence leads.
+    whole_pages : bool
+        Whether what is used must end with a block.
+    """
+    matched = top = path.blocks * page_tokens + path.partial_tokens
+    if matched >= tokens:
+        top, reason = tokens - 1, MissReason.LAST_TOKEN
+    elif path.has_siblings:
+        reason = MissReason.DIVERGED
+    else:
+        reason = MissReason.NOT_KEPT if path.root is not None else MissReason.UNKNOWN_IDENTITY
+    miss = Miss("full", reason, top)
+    rest = top % page_tokens
+    if not whole_pages or not rest:
+        return matched, top, (miss,)
+    return matched, top - rest, (Miss("full", MissReason.WHOLE_PAGES, top - rest), miss)
+
+
 class PrefixLookup:
-    """One lookup: a path and what its blocks have.
+    """What groups beside full attention can use of what is kept.
 
     Parameters
     ----------
@@ -49,25 +73,12 @@ class PrefixLookup:
         self._whole = whole_pages
         self._presence: dict[int, NDArray[np.bool_]] = {}
         self._variants: dict[int, int] = {}
-        self.matched = path.blocks * self._page + path.partial_tokens
         self.draft_tokens, self._draft_reason = self._draft_reach()
 
-    def find(self) -> tuple[Found, tuple[Miss, ...]]:
-        """Return the longest usable prefix, and what limits it, the closest limit first."""
-        n, misses = self._content.num_tokens, []
-        top = min(self.matched, n - 1)
-        if self.matched >= n:
-            misses.append(Miss("full", MissReason.LAST_TOKEN, n - 1))
-        else:
-            misses.append(Miss("full", self._full_reason(), self.matched))
-        # States of recurrent layers are of one length, whatever the pages: parts of pages go with them.
-        if self._whole and not self._groups.is_recurrent and top % self._page:
-            top = self._aligned(top)
-            misses.append(Miss("full", MissReason.WHOLE_PAGES, top))
+    def find(self, top: int) -> tuple[Found, list[Miss]]:
+        """Return the longest prefix of at most `top` tokens that all groups can use, and why it is not `top`."""
         found = self._longest(top, range(len(self._groups.windows)), self._groups.has_draft, self._groups.is_recurrent)
-        if found[0] < top:
-            misses += self._other_misses(top, found[0])
-        return found, tuple(sorted(misses, key=lambda miss: miss.tokens))
+        return found, self._misses(top, found[0]) if found[0] < top else []
 
     def slots(self, window: int, tokens: int, tail: Tail | None) -> tuple[int, NDArray[np.int32]]:
         """Return the first block and the slots of the copies that a window group needs for a prefix."""
@@ -76,10 +87,6 @@ class PrefixLookup:
         if self._needs_partial(window, tokens):
             found = np.append(found, np.int32(self._partial_slot(window, tokens, tail)))
         return first, found
-
-    def partial_page(self, line: int, tokens: int) -> int:
-        """Return the page of which a prefix uses only a part; -1: none."""
-        return entry(self._path.place(tokens // self._page), line) if tokens % self._page else -1
 
     def draft_pages(self, tokens: int) -> NDArray[np.int32]:
         """Return the draft's whole pages of a prefix."""
@@ -102,7 +109,7 @@ class PrefixLookup:
 
     def _has_window(self, window: int, tokens: int, tail: Tail | None = None) -> bool:
         first, whole = self._groups.first_block(window, tokens), tokens // self._page
-        if not self._present(window)[first:whole].all():
+        if np.count_nonzero(self._present(window)[first:whole]) < whole - first:
             return False
         return not self._needs_partial(window, tokens) or self._partial_slot(window, tokens, tail) >= 0
 
@@ -111,9 +118,6 @@ class PrefixLookup:
         if found is None:
             found = self._presence[window] = self._path.line(1 + window, 0, self._path.blocks) >= 0
         return found
-
-    def _aligned(self, tokens: int) -> int:
-        return tokens // self._page * self._page
 
     # -- the longest of several ----------------------------------------------------------------------------------------
 
@@ -187,7 +191,7 @@ class PrefixLookup:
         """Return for how many tokens the draft's pages are valid, and why not for more."""
         groups, path, page = self._groups, self._path, self._page
         if not groups.has_draft or groups.draft is None:
-            return self.matched, MissReason.NO_DRAFT_PAGES
+            return self._content.num_tokens, MissReason.NO_DRAFT_PAGES
         pages = path.line(groups.draft_line, 0, path.blocks)
         missing = np.flatnonzero(pages < 0)
         blocks = int(missing[0]) if len(missing) else path.blocks
@@ -217,12 +221,7 @@ class PrefixLookup:
 
     # -- reasons -------------------------------------------------------------------------------------------------------
 
-    def _full_reason(self) -> MissReason:
-        if self._path.root is None:
-            return MissReason.UNKNOWN_IDENTITY
-        return MissReason.DIVERGED if self._path.has_siblings else MissReason.NOT_KEPT
-
-    def _other_misses(self, top: int, found: int) -> list[Miss]:
+    def _misses(self, top: int, found: int) -> list[Miss]:
         misses, groups, most = [], self._groups, top
         if groups.is_recurrent:
             most = self._longest(top, (), False, True)[0]

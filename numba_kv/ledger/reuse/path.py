@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,14 +17,16 @@ __all__ = ["Path", "Place", "entry"]
 Place = tuple[Run | Tail, int]
 
 
-@dataclass(slots=True)
 class Path:
     """Where a walk through the tree ended.
 
+    Parameters
+    ----------
+    root : Run, optional
+        Of the sequence's identity; None: nothing is kept for it.
+
     Attributes
     ----------
-    root : Run or None
-        Of the sequence's identity; None: nothing is kept for it.
     segments : list of (Run, int)
         Runs from the root down, and how many of their first blocks equal the sequence's.
     blocks : int
@@ -36,12 +37,15 @@ class Path:
         Whether anything else is kept behind the last block.
     """
 
-    root: Run | None = None
-    segments: list[tuple[Run, int]] = field(default_factory=list)
-    blocks: int = 0
-    partial: Place | None = None
-    partial_tokens: int = 0
-    has_siblings: bool = False
+    __slots__ = ("blocks", "has_siblings", "partial", "partial_tokens", "root", "segments")
+
+    def __init__(self, root: Run | None = None) -> None:
+        self.root = root
+        self.segments: list[tuple[Run, int]] = []
+        self.blocks = 0
+        self.partial: Place | None = None
+        self.partial_tokens = 0
+        self.has_siblings = False
 
     @property
     def end(self) -> tuple[Run, int]:
@@ -59,7 +63,10 @@ class Path:
         return run.names[size - 1] if run is not None and run.names else None
 
     def line(self, line: int, start: int, stop: int) -> NDArray[np.int32]:
-        """Return the entries of a line for the blocks [start, stop), int32 [stop - start]."""
+        """Return the entries of a line for the blocks [start, stop) of the path, int32 [stop - start]."""
+        if len(self.segments) == 1:  # which begins with block 0
+            whole: NDArray[np.int32] = self.segments[0][0].lines[line, start:stop].copy()
+            return whole
         parts = []
         for run, size in reversed(self.segments):
             low, high = max(start, run.start) - run.start, min(stop - run.start, size)

@@ -27,8 +27,9 @@ from numba_kv.ledger.reuse.eviction import Wanted
 from numba_kv.ledger.reuse.groups import ReuseGroups
 from numba_kv.ledger.reuse.identity import ContextIdentity
 from numba_kv.ledger.reuse.kept_pages import KeptPages, PageClasses, SharedPages
-from numba_kv.ledger.reuse.lease import Lease
-from numba_kv.ledger.reuse.lookup import PrefixLookup
+from numba_kv.ledger.reuse.lease import HeldPages, Lease, hold
+from numba_kv.ledger.reuse.lookup import PrefixLookup, longest_kept
+from numba_kv.ledger.reuse.path import entry
 from numba_kv.ledger.reuse.publish_plan import PublishRequest
 from numba_kv.ledger.reuse.publisher import Published, publish
 from numba_kv.ledger.reuse.reuse_plan import Miss, MissReason, ReusePlan, WindowCopies
@@ -40,6 +41,10 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 __all__ = ["CacheLimits", "PrefixCache"]
+
+
+_NO_PAGES = np.zeros(0, np.int32)
+_NO_PAGES.flags.writeable = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +95,10 @@ class PrefixCache:
     ) -> None:
         self.groups = groups
         self.limits = limits or CacheLimits()
+        self._page = groups.page_tokens
+        self._has_others = bool(groups.windows) or groups.is_recurrent or groups.has_draft
+        # States of recurrent layers are of one length, whatever the pages: parts of pages go with them.
+        self._whole_pages = self.limits.whole_pages and not groups.is_recurrent
         self.store = KeptStore(
             groups,
             pool=pool,
@@ -129,7 +138,7 @@ class PrefixCache:
         InputError
             If page sizes do not fit, or there is no token.
         """
-        page, n = self.groups.page_tokens, content.num_tokens
+        page, n = self._page, content.num_tokens
         if content.page_tokens != page or identity.page_tokens != page:
             raise InputError(
                 f"page_tokens: {content.page_tokens} of the content and {identity.page_tokens} of the identity, "
@@ -139,35 +148,46 @@ class PrefixCache:
             raise InputError("content: no token; a sequence begins with at least one")
         if not reuse:
             return self._cold(n, Miss("all", MissReason.BYPASS, 0))
-        path = self.store.tree.match(identity, content)
-        look = PrefixLookup(self.groups, content, path, whole_pages=self.limits.whole_pages)
-        (tokens, tail), misses = look.find()
-        blocks, store = tokens // page, self.store
-        pages = path.line(0, 0, blocks) if self.groups.has_full else np.zeros(0, np.int32)
-        draft_pages = look.draft_pages(tokens) if self.groups.has_draft else np.zeros(0, np.int32)
-        partial = look.partial_page(0, tokens) if store.full is not None else -1
-        draft_partial = look.partial_page(self.groups.draft_line, tokens) if store.draft is not None else -1
-        total = ceil_div(n, page)
-        return ReusePlan(
+        store = self.store
+        path = store.tree.match(identity, content)
+        matched, tokens, misses = longest_kept(path, n, page, whole_pages=self._whole_pages)
+        plan = ReusePlan(
             num_tokens=n,
-            matched_tokens=look.matched,
+            matched_tokens=matched,
             reused_tokens=tokens,
-            pages=pages,
-            draft_pages=draft_pages,
-            partial_page=partial,
-            draft_partial_page=draft_partial,
-            windows=tuple(self._copies(look, w, tokens, tail) for w in range(len(self.groups.windows))) if tokens else (),
-            snapshot=tail.snapshot if tail is not None else -1,
+            pages=_NO_PAGES,
+            draft_pages=_NO_PAGES,
             misses=misses,
-            fresh_pages=total - len(pages) if self.groups.has_full else 0,
-            fresh_draft_pages=total - len(draft_pages) if self.groups.has_draft else 0,
             path=path,
-            tail=tail,
             epochs=store.epochs(),
         )
+        if self._has_others:
+            self._join(plan, content)
+        if store.full is not None:
+            blocks, rest = divmod(plan.reused_tokens, page)
+            plan.pages = path.line(0, 0, blocks)
+            plan.fresh_pages = -(-n // page) - blocks
+            if rest:
+                plan.partial_page = entry(path.place(blocks), 0)
+        return plan
 
-    def _copies(self, look: PrefixLookup, window: int, tokens: int, tail: Tail | None) -> WindowCopies:
-        return WindowCopies(*look.slots(window, tokens, tail))
+    def _join(self, plan: ReusePlan, content: TokenContent) -> None:
+        """Shorten a plan to what the groups beside full attention can use too, and note what they take."""
+        groups, page = self.groups, self._page
+        look = PrefixLookup(groups, content, plan.path, whole_pages=self.limits.whole_pages)
+        (tokens, tail), misses = look.find(plan.reused_tokens)
+        plan.reused_tokens = tokens
+        plan.misses = tuple(sorted([*plan.misses, *misses], key=lambda miss: miss.tokens))
+        if tokens:
+            plan.windows = tuple(WindowCopies(*look.slots(w, tokens, tail)) for w in range(len(groups.windows)))
+        if tail is not None:
+            plan.tail, plan.snapshot = tail, tail.snapshot
+        if groups.has_draft:
+            blocks, rest = divmod(tokens, page)
+            plan.draft_pages = look.draft_pages(tokens)
+            plan.fresh_draft_pages = ceil_div(plan.num_tokens, page) - blocks
+            if rest:
+                plan.draft_partial_page = entry(plan.path.place(blocks), groups.draft_line)
 
     def _cold(self, num_tokens: int, miss: Miss) -> ReusePlan:
         total = ceil_div(num_tokens, self.groups.page_tokens)
@@ -198,19 +218,39 @@ class PrefixCache:
             If not enough pages can be freed; carries needed, free and evictable.
         """
         store = self.store
-        self._check_current(plan)
-        self._hold(plan, 1)
+        if plan.epochs and plan.epochs != store.epochs():  # else cold, or nothing was given up since
+            self._check_current(plan)
+        held: list[HeldPages] = []
+        is_short = False
+        if store.full is not None:
+            pool = store.full.pool
+            held.append(hold(pool, plan.pages))
+            is_short = pool.free_pages < plan.fresh_pages + extra_pages
+        if store.draft is not None:
+            pool = store.draft.pool
+            held.append(hold(pool, plan.draft_pages))
+            is_short = is_short or pool.free_pages < plan.fresh_draft_pages + extra_pages
+        has_sources = plan.has_sources
+        if has_sources:
+            self._hold_sources(plan, 1)
+        lease = Lease(self, plan, held, has_sources)
+        if is_short:
+            self._make_room(lease, extra_pages)
+        self._note(plan, priority)
+        return lease
+
+    def _make_room(self, lease: Lease, extra_pages: int) -> None:
+        """Make room for what a lease does not hold, or give it back."""
+        plan, store = lease.plan, self.store
+        wanted = Wanted(
+            plan.fresh_pages + extra_pages if store.full is not None else 0,
+            plan.fresh_draft_pages + extra_pages if store.draft is not None else 0,
+        )
         try:
-            wanted = Wanted(
-                plan.fresh_pages + extra_pages if store.full is not None else 0,
-                plan.fresh_draft_pages + extra_pages if store.draft is not None else 0,
-            )
             store.make_room(wanted, f"a sequence of {plan.num_tokens} tokens, {plan.reused_tokens} of them reused,")
         except CapacityError:
-            self._hold(plan, -1)
+            lease.release()
             raise
-        self._note(plan, priority)
-        return Lease(self, plan)
 
     def admit(
         self, identity: ContextIdentity, content: TokenContent, *, reuse: bool = True, priority: int = 0, extra_pages: int = 0
@@ -239,16 +279,8 @@ class PrefixCache:
         """Let go of what a lease's copies are made from; `Lease.copied` calls it."""
         self._hold_sources(plan, -1)
 
-    def drop_pages(self, plan: ReusePlan) -> None:
-        """Let go of a lease's pages; `Lease.release` calls it."""
-        for kept, pages in ((self.store.full, plan.pages), (self.store.draft, plan.draft_pages)):
-            if kept is not None:
-                kept.pool.drop(pages)
-
     def _check_current(self, plan: ReusePlan) -> None:
         store = self.store
-        if plan.epochs in ((), store.epochs()):  # cold, or nothing was given up since
-            return
         full, draft, states, *windows = plan.epochs
         partial = np.array([plan.partial_page, plan.draft_partial_page, plan.snapshot], np.int32)
         checks: list[tuple[KeptPages | SlotPool[Any] | None, NDArray[np.int32], int]] = [
@@ -260,41 +292,39 @@ class PrefixCache:
         if not all(pool is None or pool.are_current(ids, epoch) for pool, ids, epoch in checks):
             raise StateError("acquire: the plan is stale, what it reuses was evicted since; look up again")
 
-    def _hold(self, plan: ReusePlan, count: int) -> None:
-        for kept, pages in ((self.store.full, plan.pages), (self.store.draft, plan.draft_pages)):
-            if kept is not None:
-                kept.pool.share(pages, count)
-        self._hold_sources(plan, count)
-
     def _hold_sources(self, plan: ReusePlan, count: int) -> None:
         store = self.store
         for kept, page in ((store.full, plan.partial_page), (store.draft, plan.draft_partial_page)):
             if kept is not None and page >= 0:
-                kept.pool.share(np.array([page], np.int32), count) if count > 0 else kept.pool.drop(np.array([page], np.int32))
-        pairs = [(pool, w.slots.tolist()) for pool, w in zip(store.windows, plan.windows, strict=False)]
-        for pool, slots in pairs:
-            pool.pin(slots) if count > 0 else pool.unpin(slots)
+                kept.pool.shares[page] += count
+        if plan.windows:
+            for pool, copies in zip(store.windows, plan.windows, strict=True):
+                slots = copies.slots.tolist()
+                pool.pin(slots) if count > 0 else pool.unpin(slots)
         if plan.snapshot >= 0:
             store.snapshots.pin([plan.snapshot]) if count > 0 else store.snapshots.unpin([plan.snapshot])
 
     def _note(self, plan: ReusePlan, priority: int) -> None:
-        store, figures = self.store, self.figures
+        store, path = self.store, plan.path
+        figures = store.figures
         now = store.tree.tick()
-        store.tree.touch(plan.path, plan.path.blocks, priority, now)
-        node = plan.tail or (plan.path.partial[0] if plan.path.partial is not None and plan.reused_tokens else None)
+        store.tree.touch(path, priority, now)
+        node = plan.tail or (path.partial[0] if path.partial is not None and plan.reused_tokens else None)
         if isinstance(node, Tail):
             store.tree.touch_tail(node, priority, now)
-        for pool, copies in zip(store.windows, plan.windows, strict=False):
-            pool.touch(copies.slots.tolist())
+        if plan.windows:
+            for pool, copies in zip(store.windows, plan.windows, strict=True):
+                pool.touch(copies.slots.tolist())
         if plan.snapshot >= 0:
             store.snapshots.touch([plan.snapshot])
         figures.lookups += 1
-        figures.hits += plan.is_hit
+        figures.hits += plan.reused_tokens > 0
         figures.looked_up_tokens += plan.num_tokens
         figures.matched_tokens += plan.matched_tokens
         figures.reused_tokens += plan.reused_tokens
         if plan.misses and figures.misses is not None:
-            key = f"{plan.misses[0].part}: {plan.misses[0].reason.value}"
+            part, reason, _ = plan.misses[0]
+            key = part + ": " + reason  # its value: a reason is a string
             figures.misses[key] = figures.misses.get(key, 0) + 1
 
     # -- keeping -------------------------------------------------------------------------------------------------------

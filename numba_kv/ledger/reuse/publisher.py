@@ -73,7 +73,7 @@ def publish(store: KeptStore, request: PublishRequest, max_blocks: int | None) -
     kept = None if store.full is None else store.full.kept
     plan = plan_publish(store.tree, store.groups, request, kept)
     now = store.tree.tick()
-    store.tree.touch(plan.path, plan.path.blocks, request.priority, now)
+    store.tree.touch(plan.path, request.priority, now)
     lines = plan.lines[:, : _affordable(store, plan, max_blocks)]
     figures, path = store.figures, plan.path
     figures.duplicate_blocks += len(plan.duplicates)

@@ -26,7 +26,11 @@ class Recency:
 
     def touch(self, end: int, priority: int, now: int) -> None:
         """Note that the blocks [0, end) are used now, by somebody to whom they are worth `priority`."""
-        steps, dearer = self._steps, []
+        steps = self._steps
+        if len(steps) == 1 and steps[0][0] <= end and steps[0][1] <= priority:
+            steps[0] = (end, priority, now)  # as nearly always
+            return
+        dearer: list[tuple[int, int]] = []
         while steps and steps[-1][0] <= end:
             stop, worth, _ = steps.pop()
             dearer.append((stop, worth))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -44,8 +44,7 @@ class MissReason(str, Enum):
     """Each group could use more, but not of the same length."""
 
 
-@dataclass(frozen=True, slots=True)
-class Miss:
+class Miss(NamedTuple):
     """One limit of a plan.
 
     Attributes
@@ -83,7 +82,7 @@ def _no_pages() -> NDArray[np.int32]:
     return np.zeros(0, np.int32)
 
 
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+@dataclass(slots=True, eq=False, kw_only=True)  # not frozen: that would take longer than all else of a short lookup
 class ReusePlan:
     """What a lookup found. Holds nothing: `PrefixCache.acquire` makes it true, or refuses it if it has become stale.
 
@@ -133,3 +132,8 @@ class ReusePlan:
     def is_hit(self) -> bool:
         """Whether anything is reused."""
         return self.reused_tokens > 0
+
+    @property
+    def has_sources(self) -> bool:
+        """Whether anything is copied or restored, beside the pages that are leased."""
+        return self.partial_page >= 0 or self.snapshot >= 0 or bool(self.windows) or self.draft_partial_page >= 0

@@ -71,15 +71,18 @@ class Branch:
 
     Attributes
     ----------
+    runs : dict of bytes to Run
+        The runs, by their first block as `TokenContent.exact` writes it.
     blockers : int
         Nodes that keep the block before them from being evicted: runs, and tails with pages.
     """
 
-    __slots__ = ("blockers", "keys", "nodes")
+    __slots__ = ("blockers", "keys", "nodes", "runs")
 
     def __init__(self) -> None:
         self.keys: list[bytes] = []
         self.nodes: list[Run | Tail] = []
+        self.runs: dict[bytes, Run] = {}
         self.blockers = 0
 
     def find(self, key: bytes) -> Run | Tail | None:
@@ -92,10 +95,15 @@ class Branch:
         at = bisect_left(self.keys, key)
         self.keys.insert(at, key)
         self.nodes.insert(at, node)
+        if isinstance(node, Run):
+            self.runs[node.first] = node
 
     def remove(self, key: bytes) -> None:
         """Take a node off."""
         at = bisect_left(self.keys, key)
+        node = self.nodes[at]
+        if isinstance(node, Run):
+            del self.runs[node.first]
         del self.keys[at], self.nodes[at]
 
     def closest(self, key: bytes) -> tuple[int, Run | Tail | None]:
@@ -129,10 +137,14 @@ class Run:
 
     Attributes
     ----------
+    first, key : bytes
+        Its first block, as `TokenContent.exact` and `TokenContent.key` write it.
     size : int
         Blocks.
     tokens : int32 [capacity, P]
-        Their tokens.
+        Their tokens; a view of `raw`.
+    raw : bytearray
+        The same as bytes, which are compared with those of a sequence at the speed of memory, and without an array for it.
     lines : int32 [lines, capacity]
         Line 0 the page of the full group, then a page for each further line; -1: none.
     names : list of bytes
@@ -148,8 +160,8 @@ class Run:
     """
 
     __slots__ = (
-        "at", "blocking", "branches", "is_queued", "key", "lines", "media", "names", "parent", "recency", "size", "snapshots",
-        "stamp", "start", "tokens", "uid", "variants", "version",
+        "at", "blocking", "branches", "first", "is_queued", "key", "lines", "media", "names", "page_tokens", "parent", "raw",
+        "recency", "size", "snapshots", "stamp", "start", "tokens", "uid", "variants", "version",
     )  # fmt: skip
 
     def __init__(self, uid: int, parent: Run | None, at: int, start: int, page_tokens: int, lines: int) -> None:
@@ -158,8 +170,9 @@ class Run:
         self.at = at
         self.start = start
         self.size = 0
-        self.key = b""
-        self.tokens = np.zeros((0, page_tokens), np.int32)
+        self.first = self.key = b""
+        self.page_tokens = page_tokens
+        self._hold(bytearray())
         self.lines = np.zeros((lines, 0), np.int32)
         self.names: list[bytes] = []
         self.media: dict[int, tuple[MediaPart, ...]] = {}
@@ -185,11 +198,12 @@ class Run:
         count, old = len(blocks), self.size
         if old + count > len(self.tokens):
             room = max(old + count, 2 * len(self.tokens), 4)
-            tokens = np.zeros((room, self.tokens.shape[1]), np.int32)
-            tokens[:old] = self.tokens[:old]
+            raw = bytearray(4 * self.page_tokens * room)
+            raw[: len(self.raw)] = self.raw
             table = np.full((len(self.lines), room), -1, np.int32)
             table[:, :old] = self.lines[:, :old]
-            self.tokens, self.lines = tokens, table
+            self._hold(raw)
+            self.lines = table
         self.tokens[old : old + count] = blocks
         self.lines[:, old : old + count] = lines
         self.size = old + count
@@ -208,18 +222,18 @@ class Run:
         self.size = size
         self.version += 1
 
-    def same_blocks(self, offset: int, content: TokenContent, block: int, count: int) -> int:
-        """Return how many blocks from `offset` on equal those of `content` from `block` on, at most `count`."""
-        mine, its = self.tokens[offset : offset + count], content.blocks(block, block + count)
-        same = mine == its
-        if not same.all():
-            count = int(same.argmin()) // mine.shape[1]
+    def same_blocks(self, content: TokenContent, block: int, count: int) -> int:
+        """Return how many of its first blocks equal those of `content` from `block` on, at most `count`."""
+        size = 4 * self.page_tokens
+        if not self.raw.startswith(content.raw[size * block : size * (block + count)]):
+            same = self.tokens[:count] == content.blocks(block, block + count)
+            count = int(same.argmin()) // self.page_tokens
         if self.media or content.has_media:
             its_media = content.media_blocks(block, block + count)
-            places = {b - block + offset for b in its_media} | {b for b in self.media if offset <= b < offset + count}
+            places = {b - block for b in its_media} | {b for b in self.media if b < count}
             for place in sorted(places):
-                if self.media.get(place) != its_media.get(place - offset + block):
-                    return place - offset
+                if self.media.get(place) != its_media.get(place + block):
+                    return place
         return count
 
     def key_of(self, offset: int) -> bytes:
@@ -228,12 +242,15 @@ class Run:
 
     def common_tokens(self, offset: int, content: TokenContent, start: int, limit: int) -> int:
         """Return how many tokens of a block equal those of `content` in [start, limit)."""
-        page = self.tokens.shape[1]
-        stop = min(start + page, limit)
+        stop = min(start + self.page_tokens, limit)
         if self.media or content.has_media:
             return common_tokens(content.key(start, stop), self.key_of(offset))
         same = content.tokens[start:stop] == self.tokens[offset, : stop - start]
         return len(same) if same.all() else int(same.argmin())
+
+    def _hold(self, raw: bytearray) -> None:
+        self.raw = raw
+        self.tokens = np.frombuffer(raw, np.int32).reshape(-1, self.page_tokens)
 
     def last_blocker(self, removed: dict[tuple[Run, int], int]) -> int:
         """Return how many blocks must stay for what hangs behind them, if `removed` of it is gone."""

@@ -68,8 +68,10 @@ class KeptStore:
 
     def epochs(self) -> tuple[int, ...]:
         """Return the epochs of all pools: what is planned now is current as long as they are these."""
-        pages = (0 if kept is None else kept.epoch for kept in (self.full, self.draft))
-        return (*pages, self.snapshots.epoch, *(pool.epoch for pool in self.windows))
+        full = 0 if self.full is None else self.full.epoch
+        draft = 0 if self.draft is None else self.draft.epoch
+        windows = [pool.epoch for pool in self.windows] if self.windows else ()
+        return full, draft, self.snapshots.epoch, *windows
 
     # -- room ----------------------------------------------------------------------------------------------------------
 
@@ -290,8 +292,11 @@ class KeptStore:
             raise InvariantError(f"{run}: {len(run.names)} names for {run.size} blocks")
         for offset, branch in run.branches.items():
             blockers = sum(isinstance(node, Run) or node.holds_pages for node in branch.nodes)
+            runs = {node.first: node for node in branch.nodes if isinstance(node, Run)}
             if offset > run.size or branch.blockers != blockers or branch.keys != sorted(branch.keys) or not branch.keys:
                 raise InvariantError(f"{run}: what hangs behind block {offset} is wrong")
+            if branch.runs != runs:
+                raise InvariantError(f"{run}: what hangs behind block {offset} is not found by its tokens")
             if (blockers > 0) != (offset in run.blocking):
                 raise InvariantError(f"{run}: what hangs behind block {offset} is not noted")
         if self.tree.can_go(run) and not run.is_queued:

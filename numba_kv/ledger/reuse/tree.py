@@ -70,45 +70,39 @@ class PrefixTree:
     def match(self, identity: ContextIdentity, content: TokenContent, tokens: int | None = None) -> Path:
         """Walk as far as the tokens of a sequence are kept, or the first `tokens` of them. Changes nothing.
 
-        Cost: one comparison of arrays and one search by halves for each run on the way.
+        Cost: one look into a table and one comparison of bytes for each run on the way.
         """
-        path = Path(self.roots.get(identity))
-        if path.root is None:
+        run = self.roots.get(identity)
+        path = Path(run)
+        if run is None:
             return path
         limit = content.num_tokens if tokens is None else tokens
-        run, offset, total = path.root, 0, limit // self.page_tokens
-        while path.blocks < total:
-            count = min(run.size - offset, total - path.blocks)
-            same = run.same_blocks(offset, content, path.blocks, count) if count else 0
-            offset += same
-            path.blocks += same
-            if same:
-                path.segments.append((run, offset))
-            if path.blocks == total or offset not in run.branches:
+        offset, blocks, total = 0, 0, limit // self.page_tokens
+        while blocks < total and offset in run.branches:
+            child = run.branches[offset].runs.get(content.exact(blocks))
+            if child is None:
                 break
-            at = path.blocks * self.page_tokens
-            child = run.branches[offset].find(content.key(at, at + self.page_tokens))
-            if not isinstance(child, Run):
-                break
-            run, offset = child, 0
-        self._look_behind(path, content, limit)
+            run, left = child, total - blocks
+            offset = run.same_blocks(content, blocks, left if left < run.size else run.size)
+            blocks += offset
+            path.segments.append((run, offset))
+        path.blocks = blocks
+        if offset < run.size or offset in run.branches:
+            path.has_siblings = True
+            self._look_behind(path, content, run, offset, limit)
         return path
 
-    def _look_behind(self, path: Path, content: TokenContent, limit: int) -> None:
-        """Find what has the most in common with the block behind the path."""
-        run, offset = path.end
+    def _look_behind(self, path: Path, content: TokenContent, run: Run, offset: int, limit: int) -> None:
+        """Find what has the most in common with the block behind the path, which ends in a run."""
         at = path.blocks * self.page_tokens
-        key = content.key(at, min(at + self.page_tokens, limit))
-        branch = run.branches.get(offset)
-        own = not run.is_root and offset < run.size
-        path.has_siblings = own or branch is not None
-        if not key:
+        if at == limit:
             return
+        branch = run.branches.get(offset)
         if branch is not None:
-            count, node = branch.closest(key)
+            count, node = branch.closest(content.key(at, min(at + self.page_tokens, limit)))
             if node is not None:
                 path.partial, path.partial_tokens = (node, 0), count
-        if own:
+        if offset < run.size:
             count = run.common_tokens(offset, content, at, limit)
             if count and count >= path.partial_tokens:
                 path.partial, path.partial_tokens = (run, offset), count
@@ -130,13 +124,10 @@ class PrefixTree:
 
     # -- use -----------------------------------------------------------------------------------------------------------
 
-    def touch(self, path: Path, blocks: int, priority: int, now: int) -> None:
-        """Note that the first `blocks` blocks of a path are used now."""
+    def touch(self, path: Path, priority: int, now: int) -> None:
+        """Note that the blocks of a path are used now."""
         for run, size in path.segments:
-            end = min(size, blocks - run.start)
-            if end <= 0:
-                break
-            run.recency.touch(end, priority, now)
+            run.recency.touch(size, priority, now)
 
     def touch_tail(self, tail: Tail, priority: int, now: int) -> None:
         """Note that a tail is used now."""
@@ -184,6 +175,7 @@ class PrefixTree:
         if run.is_root or offset < run.size:
             child = Run(self._uid(), run, offset, start, self.page_tokens, self.num_lines)
             at = start * self.page_tokens
+            child.first = content.exact(start)
             child.key = content.key(at, at + self.page_tokens)
             run.hang(offset, child.key, child, is_blocker=True)
             run = child
@@ -197,7 +189,7 @@ class PrefixTree:
         path.partial, path.partial_tokens = None, 0
         self.num_blocks += count
         self.version += 1
-        self.touch(path, path.blocks, priority, now)
+        self.touch(path, priority, now)
         if self.can_go(run):
             self.push(run)  # anew: blocks of less worth than the last one may have been added
         return names
