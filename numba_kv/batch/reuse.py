@@ -10,6 +10,7 @@ from collections.abc import Sequence as Items
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from numba_kv.batch.kept_host import open_host
 from numba_kv.batch.kept_states import KeptStates
 from numba_kv.batch.prompt import Prompt
 from numba_kv.batch.reuse_admission import Admission, PrefixAdmission
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     from numba_kv.batch.placement import RowPlacement
     from numba_kv.batch.reuse_context import SequenceContext
     from numba_kv.batch.stepper import Stepper
+    from numba_kv.cache.host_pages import HostPages
+    from numba_kv.cache.kv_cache import KVCacheManager
     from numba_kv.context.options import ReuseOptions
     from numba_kv.device import Memory
     from numba_kv.ledger.reuse.events import ReuseFigures
@@ -51,7 +54,14 @@ class BatchReuse:
         Makes what rows hold kept.
     """
 
-    def __init__(self, options: ReuseOptions, stepper: Stepper, placement: RowPlacement, kept_states: Memory | None) -> None:
+    def __init__(
+        self,
+        options: ReuseOptions,
+        stepper: Stepper,
+        placement: RowPlacement,
+        pools: KVCacheManager,
+        kept_states: Memory | None,
+    ) -> None:
         plan, ledger = stepper.plan, stepper.ledger
         self.policy = options.policy
         self._engine = engine_identity(plan.config, options.weights, options.scales)
@@ -69,6 +79,9 @@ class BatchReuse:
             naming=options.naming,
             on_event=options.on_event,
         )
+        self._host: HostPages | None = None
+        if options.host_bytes:
+            self._host = open_host(self.cache, options, stepper, pools, kept_states)
         self.contexts = SequenceContexts(ledger, self._page)
         self.publishing = PrefixPublishing(self.cache, stepper, placement, self.contexts, states)
         self._admission = PrefixAdmission(self.cache, stepper, placement, states)
@@ -80,6 +93,12 @@ class BatchReuse:
         """Counts so far: reused tokens, misses by reason, evictions; a copy."""
         figures = self.cache.figures
         return replace(figures, misses=dict(figures.misses or {}))
+
+    def close(self) -> None:
+        """Give host memory back. Stream: waits, if there is any."""
+        if self._host is not None:
+            self._host.close()
+            self._host = None
 
     # -- room ----------------------------------------------------------------------------------------------------------
 

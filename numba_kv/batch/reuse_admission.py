@@ -118,9 +118,12 @@ class PrefixAdmission:
 
     def _lease(self, leaving: list[int], admission: Admission, promised: int) -> Lease:
         cache, ledger, policy = self._cache, self._stepper.ledger, admission.policy
+        free_later = freed_pages(ledger, leaving) if leaving else 0
+        if policy.reuse:
+            spare = max(0, promised - free_later)
+            cache.bring_back(admission.identity, admission.content, priority=policy.priority, spare=spare)
         plan = cache.lookup(admission.identity, admission.content, reuse=policy.reuse)
         fresh = promised + 1 if plan.partial_page >= 0 else 0
-        free_later = freed_pages(ledger, leaving) if fresh and leaving else 0
         wanted = replace(plan, fresh_pages=max(0, fresh - free_later))
         try:
             return cache.acquire(wanted, priority=policy.priority)

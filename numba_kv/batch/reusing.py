@@ -154,9 +154,14 @@ class ReusingSequences(SequenceMoves):
             if not isinstance(options, ReuseOptions):
                 raise InputError(f"reuse: {options!r} is not a ReuseOptions")
             check_reuse(self.plan, index, scrub)
-            kept_states = self.resources.cache_managers[index].kept_states
-            self.reuse = BatchReuse(options, self.stepper, self._placement, kept_states)
+            caches = self.resources.cache_managers[index]
+            self.reuse = BatchReuse(options, self.stepper, self._placement, caches.kv_cache, caches.kept_states)
             self.stepper.taken_back = self.reuse.contexts.taken_back
+
+    def _close_moves(self) -> None:
+        super()._close_moves()
+        if self.reuse is not None:
+            self.reuse.close()
 
     def _publish_due(self) -> None:
         # An error of the call that follows does not undo it.

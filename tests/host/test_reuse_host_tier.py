@@ -30,9 +30,9 @@ def world(pages: int = 8, host: tuple[int, int, int] = (20, 0, 0), groups: Reuse
     return HostWorld(groups, pages, host=host, **{"slots": 0, "snapshots": 0, **more})
 
 
-def serve(w: World, tokens: list[int], identity: ContextIdentity = MINE, policy: PublishPolicy = PublishPolicy()) -> int:
+def serve(w: World, tokens: list[int], identity: ContextIdentity = MINE) -> int:
     """Serve a prompt to its end; return how much of it was reused."""
-    row = w.admit(identity, TokenContent(w.page, tokens), policy)
+    row = w.admit(identity, TokenContent(w.page, tokens), PublishPolicy())
     assert row is not None
     reused = row.length
     w.prefill(row, 99)
@@ -162,7 +162,7 @@ def reused(w: World, seed: int) -> int:
     """Serve many prompts of few beginnings; return how much of them was reused."""
     random, total = np.random.default_rng(seed), 0
     stems = [random.integers(0, 3, 30).tolist() for _ in range(4)]
-    for _ in range(80):
+    for _ in range(60):
         stem = stems[int(random.integers(4))]
         tokens = stem[: int(random.integers(5, 30))] + random.integers(0, 3, int(random.integers(6))).tolist()
         row = w.admit(MINE, TokenContent(PAGE, tokens), ALL)

@@ -98,7 +98,7 @@ def _spans(parts: list[tuple[Run, int]], page: int) -> list[MediaSpan]:
     return found
 
 
-def stow(store: KeptStore, cargo: Cargo, max_blocks: int | None = None) -> list[Pair]:
+def stow(store: KeptStore, cargo: Cargo, max_blocks: int | None = None, spare: int = 0) -> list[Pair]:
     """Keep what a cargo brings, as far as there is room; return what has to be copied.
 
     A store that must have every block (`KeptStore.has_gaps` is False) keeps all of the blocks or nothing.
@@ -107,11 +107,13 @@ def stow(store: KeptStore, cargo: Cargo, max_blocks: int | None = None) -> list[
     ----------
     max_blocks : int or None
         Most blocks that the store may keep in all.
+    spare : int
+        Free pages that are promised to somebody else.
     """
     page, tree = cargo.content.page_tokens, store.tree
-    has_room = _make_room(store, cargo, max_blocks)
+    has_room = _make_room(store, cargo, max_blocks, spare)
     path = tree.match(cargo.identity, cargo.content, cargo.stop * page)
-    stop = _reach(store, cargo, path)
+    stop = _reach(store, cargo, path, spare)
     if stop < cargo.start or not (has_room or store.has_gaps):
         return []
     begin, now = path.blocks, tree.tick()
@@ -127,7 +129,7 @@ def stow(store: KeptStore, cargo: Cargo, max_blocks: int | None = None) -> list[
     store.tell_stored(cargo.identity, cargo.content, path, first, stop)
     if cargo.tail is not None and stop == cargo.stop:
         path.root = tree.root_of(cargo.identity)
-        found += _stow_tail(store, cargo, cargo.tail, path, now)
+        found += _stow_tail(store, cargo, cargo.tail, path, now, spare)
     if path.root is not None:
         store.trim(path.end[0])
     return found
@@ -141,14 +143,14 @@ def _missing(store: KeptStore, cargo: Cargo, path: Path, line: int) -> NDArray[n
     return missing
 
 
-def _make_room(store: KeptStore, cargo: Cargo, max_blocks: int | None) -> bool:
+def _make_room(store: KeptStore, cargo: Cargo, max_blocks: int | None, spare: int) -> bool:
     """Let others go for what a cargo brings; return whether all its blocks find room."""
     page, tail = cargo.content.page_tokens, cargo.tail
     path = store.tree.match(cargo.identity, cargo.content, cargo.stop * page)
     pages = 0
     if store.full is not None:
         pages = int(_missing(store, cargo, path, 0).sum()) + (tail is not None and tail.lines[0] >= 0)
-    has_room = store.make_most_room(pages, max(0, cargo.stop - path.blocks), max_blocks)
+    has_room = store.make_most_room(pages + spare, max(0, cargo.stop - path.blocks), max_blocks)
     for w, pool in enumerate(store.windows):
         protected = {slot for slot in path.line(1 + w, 0, path.blocks).tolist() if slot >= 0}
         slots = int(_missing(store, cargo, path, 1 + w).sum()) + (tail is not None and tail.lines[1 + w] >= 0)
@@ -158,14 +160,14 @@ def _make_room(store: KeptStore, cargo: Cargo, max_blocks: int | None) -> bool:
     return has_room
 
 
-def _reach(store: KeptStore, cargo: Cargo, path: Path) -> int:
+def _reach(store: KeptStore, cargo: Cargo, path: Path, spare: int) -> int:
     """Return up to which block there is room; below `cargo.start` if for none."""
     if not store.has_gaps and path.blocks < cargo.start:
         return -1
     if store.full is None:
         return cargo.stop
-    fitting = np.searchsorted(np.cumsum(_missing(store, cargo, path, 0)), store.full.pool.free_pages, side="right")
-    return cargo.start + int(fitting)
+    free = max(0, store.full.pool.free_pages - spare)
+    return cargo.start + int(np.searchsorted(np.cumsum(_missing(store, cargo, path, 0)), free, side="right"))
 
 
 def _parts(path: Path, start: int, stop: int) -> Iterator[tuple[Run, int, int]]:
@@ -208,7 +210,7 @@ def _fill_slots(store: KeptStore, cargo: Cargo, path: Path, stop: int, window: i
     return pairs
 
 
-def _stow_tail(store: KeptStore, cargo: Cargo, brought: TailCargo, path: Path, now: int) -> list[Pair]:
+def _stow_tail(store: KeptStore, cargo: Cargo, brought: TailCargo, path: Path, now: int, spare: int) -> list[Pair]:
     tree, pairs = store.tree, list[Pair]()
     run, offset = path.end
     branch = run.branches.get(offset)
@@ -216,7 +218,7 @@ def _stow_tail(store: KeptStore, cargo: Cargo, brought: TailCargo, path: Path, n
     if tail is not None and not isinstance(tail, Tail):
         raise InvariantError(f"{run}: a run hangs behind block {offset} where a tail of its tokens is stowed")
     lines = np.full(store.groups.num_lines, -1, np.int32) if tail is None else tail.lines.copy()
-    if store.full is not None and brought.lines[0] >= 0 > lines[0] and store.full.pool.free_pages:
+    if store.full is not None and brought.lines[0] >= 0 > lines[0] and store.full.pool.free_pages > spare:
         lines[:1] = store.full.pool.acquire(1)
         store.full.adopt(lines[:1])
         pairs.append((0, int(brought.lines[0]), int(lines[0])))

@@ -178,10 +178,12 @@ class HostTier:
         max_blocks: int | None = None,
         whole_pages: bool = False,
         priority: int = 0,
+        spare: int = 0,
     ) -> int:
         """Bring what a sequence could reuse back to the device, if with it more can be reused; return how many tokens more.
 
-        Nothing comes where there is no room: what is leased, and what the sequence could reuse without it, stays.
+        Nothing comes where there is no room: what is leased, and what the sequence could reuse without it, stays, and `spare`
+        pages stay free.
 
         Cost: nothing for sequences of which nothing is on the host; else that of three lookups.
         """
@@ -197,7 +199,7 @@ class HostTier:
         try:
             pairs: dict[int, list[tuple[int, int]]] = {}
             for cargo in found.cargoes(identity, content, priority) if self._fits(upper, host) else ():
-                for line, code, device in stow(upper, cargo, max_blocks):
+                for line, code, device in stow(upper, cargo, max_blocks, spare):
                     pairs.setdefault(line, []).append((code - HOST, device))
             for line, moved in pairs.items():
                 self._move(line, moved, out=False)

@@ -183,7 +183,7 @@ class PrefixCache:
             fresh_draft_pages=total if self.groups.has_draft else 0,
         )
 
-    def bring_back(self, identity: ContextIdentity, content: TokenContent, *, priority: int = 0) -> int:
+    def bring_back(self, identity: ContextIdentity, content: TokenContent, *, priority: int = 0, spare: int = 0) -> int:
         """Bring to the device what a sequence can reuse of the host; a lookup then finds so many tokens more.
 
         See `HostTier.bring_back`.
@@ -192,7 +192,9 @@ class PrefixCache:
         if host is None:
             return 0
         most, whole = limits.max_blocks, limits.whole_pages
-        return host.bring_back(self.store, identity, content, max_blocks=most, whole_pages=whole, priority=priority)
+        return host.bring_back(
+            self.store, identity, content, max_blocks=most, whole_pages=whole, priority=priority, spare=spare
+        )
 
     # -- leasing -------------------------------------------------------------------------------------------------------
 
