@@ -200,6 +200,13 @@ def measure_lora(options: BenchOptions) -> dict[str, object]:
     return bench_adapters.measure_lora(options.target)
 
 
+def measure_tier(options: BenchOptions) -> dict[str, object]:
+    """Time pages that go to page-locked memory and come back, beside a plain copy."""
+    from numba_kv.replay.bench_host import measure_host
+
+    return measure_host(options.target)
+
+
 #: Name of a measure -> what takes it, in the order of ``all``.
 MEASURES: Mapping[str, Measure] = {
     "import": measure_import,
@@ -209,6 +216,7 @@ MEASURES: Mapping[str, Measure] = {
     "step": measure_step,
     "load": measure_load,
     "kv": measure_data,
+    "host": measure_tier,
     "rope": measure_rope,
     "lora": measure_lora,
 }
