@@ -10,6 +10,7 @@ from collections.abc import Sequence as Items
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from numba_kv.batch.kept_files import KeptFiles
 from numba_kv.batch.kept_host import open_host
 from numba_kv.batch.kept_states import KeptStates
 from numba_kv.batch.prompt import Prompt
@@ -52,6 +53,8 @@ class BatchReuse:
         What is known of the batch's sequences.
     publishing : PrefixPublishing
         Makes what rows hold kept.
+    host : HostPages or None
+        Host memory for what the device gives up.
     """
 
     def __init__(
@@ -79,9 +82,11 @@ class BatchReuse:
             naming=options.naming,
             on_event=options.on_event,
         )
-        self._host: HostPages | None = None
+        self.host: HostPages | None = None
         if options.host_bytes:
-            self._host = open_host(self.cache, options, stepper, pools, kept_states)
+            self.host = open_host(self.cache, options, stepper, pools, kept_states)
+        self._has_digest = bool(options.weights)
+        self._files = KeptFiles(self.cache, self._engine, stepper, pools, kept_states)
         self.contexts = SequenceContexts(ledger, self._page)
         self.publishing = PrefixPublishing(self.cache, stepper, placement, self.contexts, states)
         self._admission = PrefixAdmission(self.cache, stepper, placement, states)
@@ -94,11 +99,28 @@ class BatchReuse:
         figures = self.cache.figures
         return replace(figures, misses=dict(figures.misses or {}))
 
+    # -- files ---------------------------------------------------------------------------------------------------------
+
+    def files(self, call: str) -> KeptFiles:
+        """Return what saves and loads.
+
+        Raises
+        ------
+        InputError
+            If nothing would tell whose files they are.
+        """
+        if not self._has_digest:
+            raise InputError(
+                f"{call}: a file outlives its process, and nothing but a digest tells the weights that computed it; make the "
+                "batch with ReuseOptions(weights=...), a digest of them"
+            )
+        return self._files
+
     def close(self) -> None:
         """Give host memory back. Stream: waits, if there is any."""
-        if self._host is not None:
-            self._host.close()
-            self._host = None
+        if self.host is not None:
+            self.host.close()
+            self.host = None
 
     # -- room ----------------------------------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from abc import abstractmethod
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
@@ -147,6 +148,53 @@ class ReusingSequences(SequenceMoves):
         """
         self._reuse_of("publish")
         self._publish_due()
+
+    def save_prefixes(self, path: str | os.PathLike[str]) -> int:
+        """Write all that is kept, on the device and on the host, to a safetensors file; return its blocks.
+
+        The file takes the place of one of that name when all of it is written. It holds tokens, K and V of users, and the salts
+        of tenants; only its owner may read it.
+
+        Raises
+        ------
+        InputError
+            If the batch has no `reuse` or no digest of the weights (`ReuseOptions`), or the file cannot be written.
+        CapacityError
+            If the host has not enough memory.
+
+        Stream: enqueues copies and waits.
+        """
+        reuse = self._reuse_of("save_prefixes")
+        files = reuse.files("save_prefixes")
+        self._publish_due()
+        with self.guard:
+            found = files.collect(reuse.host)
+        files.write(path, found)
+        return len(found.image.tokens)
+
+    def load_prefixes(self, path: str | os.PathLike[str]) -> int:
+        """Keep what a file of `save_prefixes` holds, as far as there is room; return how many of its blocks are there now.
+
+        It goes to the host, if the batch has memory there (`ReuseOptions.host_bytes`), else to the device.
+
+        Raises
+        ------
+        WeightError
+            If the file is damaged, or is no such file.
+        InputError
+            If another model computed it (configuration, weights, element type, page size, layout), or the batch has no
+            `reuse` or no digest of the weights.
+        CapacityError
+            If the host has not enough memory.
+
+        Stream: enqueues copies and waits.
+        """
+        reuse = self._reuse_of("load_prefixes")
+        files = reuse.files("load_prefixes")
+        found = files.read(path)
+        self._publish_due()
+        with self.guard:
+            return files.keep(found, reuse.host)
 
     def _open_reuse(self, options: ReuseOptions | None, index: int, scrub: str) -> None:
         """Make what the calls of this class need."""

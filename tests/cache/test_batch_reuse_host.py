@@ -135,7 +135,7 @@ def test_pages_of_any_size_are_moved(config: kv.LLMEngineConfig) -> None:
     random = np.random.default_rng(1)
     with kv.SharedResources.create_for_llm(config) as resources:
         batch = kv.Batch(resources, reuse=kv.ReuseOptions(host_bytes=MANY))
-        pools, pages = resources.cache_managers[0], batch.reuse._host
+        pools, pages = resources.cache_managers[0], batch.reuse.host
         expected = []
         for layer in range(len(config.layers)):
             pool = pools.kv(layer)

@@ -12,20 +12,20 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from numba_kv.errors import InvariantError
-from numba_kv.ledger.reuse.content import MediaSpan, TokenContent
+from numba_kv.ledger.reuse.content import MediaPart, MediaSpan, TokenContent
 from numba_kv.ledger.reuse.groups import SNAPSHOTS
 from numba_kv.ledger.reuse.identity import ContextIdentity
 from numba_kv.ledger.reuse.path import Path
 from numba_kv.ledger.reuse.run import Run, Tail
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from numpy.typing import NDArray
 
     from numba_kv.ledger.reuse.store import KeptStore
 
-__all__ = ["Cargo", "TailCargo", "content_of", "stow"]
+__all__ = ["Cargo", "Pair", "TailCargo", "content_of", "spans_of", "stow"]
 
 #: (line, id where it was, id where it is now)
 Pair = tuple[int, int, int]
@@ -81,20 +81,26 @@ def content_of(run: Run, size: int) -> TokenContent:
     parts.reverse()
     page = run.tokens.shape[1]
     tokens = np.concatenate([part.tokens[:count].reshape(-1) for part, count in parts])
-    return TokenContent(page, tokens, _spans(parts, page))
+    media = [(part.start + b, part.media[b]) for part, count in parts for b in sorted(part.media) if b < count]
+    return TokenContent(page, tokens, spans_of(media, page))
 
 
-def _spans(parts: list[tuple[Run, int]], page: int) -> list[MediaSpan]:
-    """Put the parts of items in several blocks together; an item of which the end is not kept is as long as what is."""
+def spans_of(blocks: Iterable[tuple[int, tuple[MediaPart, ...]]], page: int) -> list[MediaSpan]:
+    """Put the parts of items in several blocks together; an item of which the end is not kept is as long as what is.
+
+    Raises
+    ------
+    InvariantError
+        If a part does not follow what is before it of its item.
+    """
     found: list[MediaSpan] = []
-    for run, count in parts:
-        for block in sorted(b for b in run.media if b < count):
-            for place, length, offset, digest in run.media[block]:
-                start = (run.start + block) * page + place
-                if offset and (not found or found[-1].stop != start or found[-1].digest != digest):
-                    raise InvariantError(f"{run}: block {block} has a part of an item whose beginning is not kept")
-                begun = found.pop() if offset else MediaSpan(start, length, digest)
-                found.append(MediaSpan(begun.start, length + offset, digest))
+    for block, parts in blocks:
+        for place, length, offset, digest in parts:
+            start = block * page + place
+            if offset and (not found or found[-1].stop != start or found[-1].digest != digest or found[-1].length != offset):
+                raise InvariantError(f"media: block {block} has a part of an item whose beginning is not kept")
+            begun = found.pop() if offset else MediaSpan(start, length, digest)
+            found.append(MediaSpan(begun.start, length + offset, digest))
     return found
 
 
