@@ -5,6 +5,7 @@ from __future__ import annotations
 from numba_kv.batch.audit import AuditReport
 from numba_kv.batch.batch import Batch
 from numba_kv.batch.capture import CapturedStep
+from numba_kv.batch.prompt import Prompt
 from numba_kv.batch.sequence import Sequence
 from numba_kv.batch.snapshot import KVSnapshot
 from numba_kv.batch.stats import BatchStats
@@ -18,6 +19,7 @@ __all__ = [
     "BatchStats",
     "CapturedStep",
     "KVSnapshot",
+    "Prompt",
     "Sequence",
     "StepRope",
     "StepView",

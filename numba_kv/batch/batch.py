@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from numba_kv.batch.arguments import device_counts, integer, listed, positive, prompt_length
+from numba_kv.batch.arguments import device_counts, integer, listed, positive
 from numba_kv.batch.audit import AuditReport, audit_batch
 from numba_kv.batch.derived import DerivedForms
 from numba_kv.batch.launches import DeviceCounts
 from numba_kv.batch.permutation import fill_holes
+from numba_kv.batch.reuse_rewind import unshare
 from numba_kv.batch.reusing import ReusingSequences
 from numba_kv.batch.row_adapters import RowAdapters
 from numba_kv.batch.sequence import Sequence, rows_of, start_sequences
@@ -138,8 +139,8 @@ class Batch(ReusingSequences):
         ----------
         retire : iterable of Sequence
             Sequences that end.
-        admit : iterable of (sequence of int) or int
-            Prompts, or their token counts. Nothing is reused for them and nothing of them kept; see `admit`.
+        admit : iterable of (sequence of int), Prompt or int
+            Prompts, or their token counts. With `reuse`, prompts of tokens begin with what is kept of them; see `admit`.
         adapters : iterable of (str or None), optional
             LoRA adapter of each admitted sequence: the bytes that the name has now, loaded as long as the sequence lives. From
             the first one on, the batch decides about `LoRAManager.adapter_ids`, which follow the rows.
@@ -154,9 +155,13 @@ class Batch(ReusingSequences):
         StateError, InputError, CapacityError
             As `retire` and `admit`.
 
-        Stream: enqueues one copy and one kernel, whatever the number; one more copy if adapters of rows change.
+        Stream: enqueues one copy and one kernel, whatever the number; one more copy if adapters of rows change. What is reused
+        is brought to all rows together; see `admit`.
         """
         retired, admitted = listed("retire", retire), listed("admit", admit)
+        reuse = self.reuse
+        if reuse is not None and admitted:
+            self._publish_due()
         with self.guard:
             leaving = rows_of(retired, self._sequences)
             if leaving is None:
@@ -164,25 +169,30 @@ class Batch(ReusingSequences):
                     self._row_of(sequence, "retire")
                 raise InputError("retire: a sequence is named twice")
             capacity = self.plan.config.max_kv_cache_capacity
-            prompts = [p if type(p) is int and 0 < p <= capacity else prompt_length(p, capacity) for p in admitted]
+            if reuse is None:
+                prompts = [p if type(p) is int and 0 < p <= capacity else self._plain_length(p) for p in admitted]
+            else:
+                prompts, read = self._read_prompts(reuse, admitted)
             self._check_rows(len(prompts), len(leaving))
             held = None if adapters is None else self._adapters.hold(adapters, len(prompts))
             if not leaving and not prompts:
                 return []
             first, active = self.stepper.ledger.admitted + 1, self._sequences
             try:
-                if self.reuse is not None:
-                    self.reuse.publish_last(retired)
-                rows = self.stepper.update(leaving, prompts)
+                if reuse is None:
+                    rows = self.stepper.update(leaving, prompts)
+                else:
+                    reuse.publishing.publish_last(retired)
+                    rows, contexts = reuse.change(leaving, prompts, read, held or [None] * len(prompts))
             except BaseException:
                 self._adapters.release(held or ())
                 raise
             for sequence, row in zip(retired, leaving, strict=True):
                 sequence.state = "retired"
                 del active[row]
-            if self.reuse is not None:
-                self.reuse.end(retired)
             made = start_sequences(self, active, rows, prompts, first)
+            if reuse is not None:
+                self._note_contexts(reuse, retired, made, contexts)
             if held is not None:
                 self._adapters.start(made, held)
             if self._adapters.in_use:
@@ -332,10 +342,11 @@ class Batch(ReusingSequences):
                     raise RewindTooFar(f"rewind: {sequence!r} cannot go back to {length - number} tokens: {problem}")
                 back[row] = number
             if self.reuse is not None:
-                self.reuse.unshare({row: int(ledger.lo[row] - back[row]) for row in np.flatnonzero(back).tolist()})
+                targets = {row: int(ledger.lo[row] - back[row]) for row in np.flatnonzero(back).tolist()}
+                unshare(self.stepper, self._placement, targets)
             self.stepper.rewind(back)
             if self.reuse is not None:
-                self.reuse.shortened({sequence: sequence.length for sequence in tokens})
+                self.reuse.contexts.shortened({sequence: sequence.length for sequence in tokens})
             emptied = [row for row in np.flatnonzero(back).tolist() if not ledger.hi[row]]
             if emptied and self.stepper.launches.states is not None:
                 self.stepper.launches.states.clear(emptied)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -154,26 +154,50 @@ class RowPlacement:
         stats.copied_pages += len(pairs)
         stats.launches += len(self._groups[group].slabs) * ceil_div(len(pairs), MAX_PAIRS)
 
-    def map_pages(self, row: int, first: int, ids: NDArray[np.int32]) -> None:
-        """Make `ids` the full-group pages of a row from logical page `first` on; their holders are noted by the caller.
+    def map_pages(self, maps: Mapping[int, tuple[int, NDArray[np.int32]]]) -> None:
+        """Make ids the last full-group pages of rows; their holders are noted by the caller.
+
+        Parameters
+        ----------
+        maps : mapping of int to (int, int32 array)
+            Row to the logical page of its first id, and the ids.
 
         Stream: enqueues one copy and one kernel for each block of ids.
         """
-        ledger, at = self._stepper.ledger, 0
-        most = self._stepper.buffers.edits.size - layout.RECORD_WORDS
-        while at < len(ids):
-            part = ids[at : at + most]
-            self._stepper.map_pages(row, first + at, part)
-            at += len(part)
-        ledger.leased[row] = first + len(ids)
+        most = self._stepper.buffers.edits.size
+        block: list[tuple[int, int, NDArray[np.int32]]] = []
+        words = 0
+        for row, (first, ids) in maps.items():
+            at = 0
+            while True:
+                if block and words + layout.RECORD_WORDS >= most:
+                    self._stepper.map_pages(block)
+                    block, words = [], 0
+                part = ids[at : at + most - words - layout.RECORD_WORDS]
+                block.append((row, first + at, part))
+                words += layout.RECORD_WORDS + len(part)
+                at += len(part)
+                if at == len(ids):
+                    break
+        if block:
+            self._stepper.map_pages(block)
 
-    def place(self, row: int, length: int, high_water: int, begins: NDArray[np.int64]) -> None:
-        """Make a row `length` tokens long, with windows mapped from `begins` on; its pages are there."""
+    def place(self, places: Sequence[tuple[int, int, int, NDArray[np.int64]]]) -> None:
+        """Give rows their lengths; their pages are there.
+
+        Parameters
+        ----------
+        places : sequence of (int, int, int, int64 [G])
+            Row, length, longest length so far, and the first mapped page of each group.
+
+        Stream: enqueues one copy and one kernel.
+        """
         ledger = self._stepper.ledger
-        self._stepper.place(self.record(row, length, high_water, begins)[None])
-        ledger.lo[row] = ledger.hi[row] = length
-        ledger.high_water[row] = high_water
-        ledger.mapped_begin[:, row] = begins
+        self._stepper.place(np.stack([self.record(*place) for place in places]))
+        for row, length, high_water, begins in places:
+            ledger.lo[row] = ledger.hi[row] = length
+            ledger.high_water[row] = high_water
+            ledger.mapped_begin[:, row] = begins
 
     def record(self, row: int, length: int, high_water: int, begins: NDArray[np.int64]) -> NDArray[np.int32]:
         """Return the record of a row without a parent; `begins` are the first mapped pages of each group."""

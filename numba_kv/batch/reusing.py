@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import os
 from abc import abstractmethod
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from numba_kv.batch.arguments import at_least_one, one_prompt, prompt_length
+from numba_kv.batch.arguments import at_least_one, integer, one_prompt, prompt_length
+from numba_kv.batch.prompt import Prompt
 from numba_kv.batch.reuse import BatchReuse
 from numba_kv.batch.reuse_limits import check_reuse
-from numba_kv.batch.sequence import Sequence, start_sequences
+from numba_kv.batch.sequence import Sequence
 from numba_kv.batch.sequence_moves import SequenceMoves
 from numba_kv.context.options import ReuseOptions
 from numba_kv.errors import InputError
-from numba_kv.ledger.reuse.policy import PublishPolicy
 
 if TYPE_CHECKING:
-    from numba_kv.batch.batch import Batch
-    from numba_kv.ledger.reuse.content import MediaSpan
+    from numba_kv.batch.reuse_context import SequenceContext
+    from numba_kv.ledger.reuse.content import MediaSpan, TokenContent
+    from numba_kv.ledger.reuse.policy import PublishPolicy
 
 __all__ = ["ReusingSequences"]
 
@@ -77,14 +79,12 @@ class ReusingSequences(SequenceMoves):
         Stream: enqueues one copy and one kernel; with something to reuse two of each more, one more of each for every block of
         page ids, and one copy and one kernel for each slab if the last page is used in part.
         """
-        prompt = one_prompt(tokens, num_tokens)
-        if self.reuse is None:
-            if policy is not None or salt is not None or rope is not None or tuple(media):
-                raise InputError("admit: policy, salt, rope and media are for a Batch that was made with reuse=ReuseOptions()")
-        elif tokens is not None:
-            return self._admit_reusing(self.reuse, tokens, adapter, policy, salt, rope, media)
+        given = one_prompt(tokens, num_tokens)
+        prompt = Prompt(given, policy, salt, rope, media)
+        if tokens is None or self.reuse is None:
+            prompt.check_plain()
         adapters = None if adapter is None else [adapter]
-        return self.update(admit=[prompt], adapters=adapters)[0]
+        return self.update(admit=[given if tokens is None else prompt], adapters=adapters)[0]
 
     def note_tokens(self, sequence: Sequence, tokens: Any, media: Iterable[MediaSpan] = ()) -> None:
         """Say which tokens follow those of a sequence that are known: what was generated, so that it can be kept too.
@@ -109,12 +109,12 @@ class ReusingSequences(SequenceMoves):
         Stream: enqueues nothing.
         """
         with self.guard.host:
-            self._reuse_of("note_tokens").extend(self._named(sequence, "note_tokens"), tokens, media)
+            self._reuse_of("note_tokens").contexts.extend(self._named(sequence, "note_tokens"), tokens, media)
 
     def known_tokens(self, sequence: Sequence) -> int:
         """Return how many first tokens of a sequence the batch knows; 0 if it was not admitted by its tokens."""
         with self.guard.host:
-            return self._reuse_of("known_tokens").known_tokens(self._named(sequence, "known_tokens"))
+            return self._reuse_of("known_tokens").contexts.known_tokens(self._named(sequence, "known_tokens"))
 
     def prefill_chunk(self, sequence: Sequence, limit: int | None = None) -> int:
         """Return how many pending tokens of a sequence the next step should append: `limit`, or less to end at a point.
@@ -134,7 +134,7 @@ class ReusingSequences(SequenceMoves):
             length = self._exact_length(row, "prefill_chunk")
             pending = max(0, sequence.prompt_tokens - length)
             count = pending if limit is None else min(pending, at_least_one("limit", limit))
-            return count if self.reuse is None else self.reuse.chunk(sequence, length, count)
+            return count if self.reuse is None else self.reuse.contexts.chunk(sequence, length, count)
 
     def publish(self) -> None:
         """Publish what earlier steps have appended and policies allow. Calls that step, admit or retire do so by themselves.
@@ -149,58 +149,99 @@ class ReusingSequences(SequenceMoves):
         self._reuse_of("publish")
         self._publish_due()
 
+    def save_prefixes(self, path: str | os.PathLike[str]) -> int:
+        """Write all that is kept, on the device and on the host, to a safetensors file; return its blocks.
+
+        The file takes the place of one of that name when all of it is written. It holds tokens, K and V of users, and the salts
+        of tenants; only its owner may read it.
+
+        Raises
+        ------
+        InputError
+            If the batch has no `reuse` or no digest of the weights (`ReuseOptions`), or the file cannot be written.
+        CapacityError
+            If the host has not enough memory.
+
+        Stream: enqueues copies and waits.
+        """
+        reuse = self._reuse_of("save_prefixes")
+        files = reuse.files("save_prefixes")
+        self._publish_due()
+        with self.guard:
+            found = files.collect(reuse.host)
+        files.write(path, found)
+        return len(found.image.tokens)
+
+    def load_prefixes(self, path: str | os.PathLike[str]) -> int:
+        """Keep what a file of `save_prefixes` holds, as far as there is room; return how many of its blocks are there now.
+
+        It goes to the host, if the batch has memory there (`ReuseOptions.host_bytes`), else to the device.
+
+        Raises
+        ------
+        WeightError
+            If the file is damaged, or is no such file.
+        InputError
+            If another model computed it (configuration, weights, element type, page size, layout), or the batch has no
+            `reuse` or no digest of the weights.
+        CapacityError
+            If the host has not enough memory.
+
+        Stream: enqueues copies and waits.
+        """
+        reuse = self._reuse_of("load_prefixes")
+        files = reuse.files("load_prefixes")
+        found = files.read(path)
+        self._publish_due()
+        with self.guard:
+            return files.keep(found, reuse.host)
+
     def _open_reuse(self, options: ReuseOptions | None, index: int, scrub: str) -> None:
         """Make what the calls of this class need."""
         if options is not None:
             if not isinstance(options, ReuseOptions):
                 raise InputError(f"reuse: {options!r} is not a ReuseOptions")
             check_reuse(self.plan, index, scrub)
-            kept_states = self.resources.cache_managers[index].kept_states
-            self.reuse = BatchReuse(options, self.stepper, self._placement, kept_states)
-            self.stepper.taken_back = self.reuse.taken_back
+            caches = self.resources.cache_managers[index]
+            self.reuse = BatchReuse(options, self.stepper, self._placement, caches.kv_cache, caches.kept_states)
+            self.stepper.taken_back = self.reuse.contexts.taken_back
+
+    def _close_moves(self) -> None:
+        super()._close_moves()
+        if self.reuse is not None:
+            self.reuse.close()
 
     def _publish_due(self) -> None:
         # An error of the call that follows does not undo it.
-        if self.reuse is not None and self.reuse.due:
+        if self.reuse is not None and self.reuse.contexts.due:
             with self.guard:
-                self.reuse.publish_due()
+                self.reuse.publishing.publish_due()
 
-    def _admit_reusing(
-        self,
-        reuse: BatchReuse,
-        tokens: Any,
-        adapter: str | None,
-        policy: PublishPolicy | None,
-        salt: bytes | None,
-        rope: bytes | None,
-        media: Iterable[MediaSpan],
-    ) -> Sequence:
-        self._publish_due()
-        with self.guard:
-            chosen = reuse.policy if policy is None else policy
-            if not isinstance(chosen, PublishPolicy):
-                raise InputError(f"policy: {policy!r} is not a PublishPolicy")
-            content = reuse.content(tokens, media)
-            prompt_length(content.num_tokens, self.plan.config.max_kv_cache_capacity)
-            reuse.identity(None, salt, rope)
-            reuse.check_rope(chosen, rope)
-            self._check_rows(1)
-            first = self.stepper.ledger.admitted + 1
-            held = self._adapters.hold([adapter], 1)
-            try:
-                row, context = reuse.admit(reuse.identity(held[0], salt, rope), content, chosen)
-            except BaseException:
-                self._adapters.release(held)
-                raise
-            batch: Batch = self  # type: ignore[assignment]
-            made = start_sequences(batch, self._sequences, [row], [content.num_tokens], first)
-            made[0].reused_tokens = int(self.stepper.ledger.lo[row])
-            reuse.start(made[0], context)
-            if adapter is not None:
-                self._adapters.start(made, held)
-            if self._adapters.in_use:
-                self._adapters.follow(self._sequences)
-            return made[0]
+    def _plain_length(self, prompt: Any) -> int:
+        """Return the tokens of a prompt of which nothing is reused, checked."""
+        if isinstance(prompt, Prompt):
+            prompt.check_plain()
+            prompt = prompt.tokens
+        return prompt_length(prompt, self.plan.config.max_kv_cache_capacity)
+
+    def _read_prompts(
+        self, reuse: BatchReuse, admitted: list[Any]
+    ) -> tuple[list[int], list[tuple[Prompt, TokenContent] | None]]:
+        """Return the tokens of prompts, and what `BatchReuse.read` says of those that are more than a count, all checked."""
+        capacity = self.plan.config.max_kv_cache_capacity
+        read = [None if integer(prompt) is not None else reuse.read(prompt) for prompt in admitted]
+        known = [prompt if item is None else item[1].num_tokens for prompt, item in zip(admitted, read, strict=True)]
+        return [prompt_length(prompt, capacity) for prompt in known], read
+
+    def _note_contexts(
+        self, reuse: BatchReuse, retired: list[Sequence], made: list[Sequence], contexts: list[SequenceContext | None]
+    ) -> None:
+        """Note what is known of sequences that were just admitted, and that others have left."""
+        reuse.contexts.end(retired)
+        for sequence, context in zip(made, contexts, strict=True):
+            if context is not None:
+                sequence.reused_tokens = int(self.stepper.ledger.lo[sequence.row])
+                reuse.contexts.start(sequence, context)
 
     def _reuse_of(self, call: str) -> BatchReuse:
         if self.reuse is None:

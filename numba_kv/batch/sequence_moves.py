@@ -91,7 +91,7 @@ class SequenceMoves(HostlessSteps):
             made = self._started(rows, sequence.prompt_tokens, first)
             self._adapters.inherit(dict.fromkeys(made, sequence))
             if self.reuse is not None:
-                self.reuse.inherit(dict.fromkeys(made, sequence))
+                self.reuse.contexts.inherit(dict.fromkeys(made, sequence))
             self._adapters.follow(self._sequences)
             return made[0] if count is None else made
 
@@ -132,7 +132,7 @@ class SequenceMoves(HostlessSteps):
             heirs = {self._sequences[row]: self._sequences[parent] for row, parent in rows.items()}
             self._adapters.inherit(heirs)
             if self.reuse is not None:
-                self.reuse.inherit(heirs)
+                self.reuse.contexts.inherit(heirs)
             self._adapters.follow(self._sequences)
 
     def swap_out(self, sequence: Sequence) -> SwappedSequence:
@@ -168,7 +168,7 @@ class SequenceMoves(HostlessSteps):
             self._exact_length(row, "swap_out")
             swapped = self._swaps.out(row, sequence.prompt_tokens, self._forget)
             if self.reuse is not None:
-                self.reuse.leave(sequence, swapped)
+                self.reuse.contexts.leave(sequence, swapped)
             sequence.state = "retired"
             del self._sequences[row]
             swapped.adapter, sequence.adapter = sequence.adapter, None
@@ -205,7 +205,7 @@ class SequenceMoves(HostlessSteps):
             made = self._started([row], swapped.prompt_tokens, first)[0]
             swapped.adapter, made.adapter = None, swapped.adapter
             if self.reuse is not None:
-                self.reuse.resume(swapped, made)
+                self.reuse.contexts.resume(swapped, made)
             self._adapters.follow(self._sequences)
             return made
 
@@ -292,7 +292,7 @@ class SequenceMoves(HostlessSteps):
                 raise CapacityError(reason, needed=snapshot.stop, free=capacity)
             self._snapshots.restore(row, snapshot)
             if self.reuse is not None:
-                self.reuse.forget(sequence)  # nobody knows which tokens these are
+                self.reuse.contexts.forget(sequence)  # nobody knows which tokens these are
 
     def move_tokens(self, nodes: Any, *, stream: object | None = None) -> None:
         """Move tokens of each row's last step together, as the accepted path of a tree; what is taken back then lies behind.
@@ -353,7 +353,7 @@ class SequenceMoves(HostlessSteps):
         with self.guard:
             self._swaps.forget(swapped)
             if self.reuse is not None:
-                self.reuse.forget(swapped)
+                self.reuse.contexts.forget(swapped)
             self._adapters.end([swapped])
 
     def _started(self, rows: list[int], prompt_tokens: int, first: int) -> list[Sequence]:

@@ -237,7 +237,7 @@ class RowSnapshots:
             begins.append(begin)
         peak = max(int(ledger.high_water[row]), snapshot.high_water)
         ledger.set_base(row, snapshot.base)
-        self._placement.place(row, stop, peak, np.array(begins, np.int64))
+        self._placement.place([(row, stop, peak, np.array(begins, np.int64))])
         self._copy(snapshot, row, out=False)
         stepper.stats.tokens += stop - start
 

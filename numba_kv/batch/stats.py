@@ -27,6 +27,8 @@ class BatchStats:
         Pages copied to forks, and for reuse of context; counted once for all layers of a group.
     swapped_out_bytes, swapped_in_bytes : int
         K and V moved to host memory and back.
+    kept_out_bytes, kept_in_bytes : int
+        What is kept for reuse, moved to host memory and back.
     bytes_to_device : int
         Bytes sent by steps and composition changes.
     steady_bytes_to_device : int
@@ -50,6 +52,8 @@ class BatchStats:
     copied_pages: int = 0
     swapped_out_bytes: int = 0
     swapped_in_bytes: int = 0
+    kept_out_bytes: int = 0
+    kept_in_bytes: int = 0
     bytes_to_device: int = 0
     steady_bytes_to_device: int = 0
     page_blocks: int = 0

@@ -143,13 +143,16 @@ class Stepper:
         self._send(block)
         self.ledger.move_pages(leases.rows, leases.targets, ids)
 
-    def map_pages(self, row: int, first: int, ids: NDArray[np.int32]) -> None:
-        """Map `ids`, at most as many as one block holds, as the last pages of a row, from logical page `first` on."""
-        ledger, block, one = self.ledger, EditBlock(), np.array([row])
-        block.set_pages(one, np.array([first]), np.array([len(ids)]), ids, ledger.leased[one])
+    def map_pages(self, maps: list[tuple[int, int, NDArray[np.int32]]]) -> None:
+        """Map ids as the last pages of rows, as many as one block holds: (row, logical page of the first, ids), a row once."""
+        ledger, block = self.ledger, EditBlock()
+        rows, firsts = (np.array([item[i] for item in maps]) for i in range(2))
+        sizes = np.array([len(ids) for _, _, ids in maps])
+        block.set_pages(rows, firsts, sizes, np.concatenate([ids for _, _, ids in maps]), ledger.leased[rows])
         self._send(block)
-        ledger.pages[row, first : first + len(ids)] = ids
-        ledger.leased[row] = first + len(ids)
+        for row, first, ids in maps:
+            ledger.pages[row, first : first + len(ids)] = ids
+        ledger.leased[rows] = firsts + sizes
 
     def set_floors(self, floors: dict[int, int]) -> None:
         """Set the end of what may not be rewritten of some rows."""

@@ -76,7 +76,7 @@ class RowSwaps:
         pages = 0 if full.is_empty else ceil_div(swapped.length, full.page_tokens)
         row = self._placement.start(swapped.prompt_tokens, pages, f"a sequence of {swapped.length} tokens that comes back")
         stepper.ledger.set_base(row, base)
-        self._placement.place(row, swapped.length, peak, np.array(begins, np.int64))
+        self._placement.place([(row, swapped.length, peak, np.array(begins, np.int64))])
         self._copy(swapped, row, out=False)
         stepper.stats.rotated_pages -= sum(begins[1:])  # counted when it was swapped out
         stepper.stats.swapped_in += 1

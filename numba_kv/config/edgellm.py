@@ -154,6 +154,8 @@ def _read_engine(reader: Reader, limits: Limits, role: str, role_tokens: int) ->
         max_verify_tokens=limits.max_verify_tokens,
         recurrent_spec_verify_mode=read_verify_mode(reader, limits),
         conv_state_room=limits.conv_state_room,
+        kept_window_pages=limits.kept_window_pages,
+        kept_states=limits.kept_states,
     )
 
 

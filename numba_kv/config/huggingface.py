@@ -80,6 +80,8 @@ def read_huggingface(top: Reader, limits: Limits) -> LLMEngineConfig:
         max_verify_tokens=limits.max_verify_tokens,
         recurrent_spec_verify_mode=limits.recurrent_spec_verify_mode or "snapshot",
         conv_state_room=limits.conv_state_room,
+        kept_window_pages=limits.kept_window_pages,
+        kept_states=limits.kept_states,
     )
 
 

@@ -35,6 +35,8 @@ class Limits:
     max_verify_tokens: int = 0
     recurrent_spec_verify_mode: str | None = None
     conv_state_room: int = 1
+    kept_window_pages: int = 0
+    kept_states: int = 0
     rank: int | None = None
     expected_world_size: int | None = None
 
@@ -60,7 +62,7 @@ class Limits:
         for name in ("recurrent_state_dtype", "conv_state_dtype"):
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, check_state_dtype(name, getattr(self, name)))
-        for name in ("max_verify_tokens", "conv_state_room"):
+        for name in ("max_verify_tokens", "conv_state_room", "kept_window_pages", "kept_states"):
             check_int(name, getattr(self, name), 0, INT32_MAX)
         mode = self.recurrent_spec_verify_mode
         if mode is not None and mode not in VERIFY_MODES:

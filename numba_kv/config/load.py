@@ -42,6 +42,8 @@ def load_engine_config(
     max_verify_tokens: int = 0,
     recurrent_spec_verify_mode: str | None = None,
     conv_state_room: int = 1,
+    kept_window_pages: int = 0,
+    kept_states: int = 0,
     rank: int | None = None,
     expected_world_size: int | None = None,
 ) -> LLMEngineConfig:
@@ -81,6 +83,8 @@ def load_engine_config(
         "snapshot" or "replay"; see `LLMEngineConfig`. None: what the file says, else "snapshot".
     conv_state_room : int
         Columns of a convolution state beyond those that the next token reads; see `LLMEngineConfig`.
+    kept_window_pages, kept_states : int
+        Room for reuse of context: pages of each window group, and snapshots of recurrent states; see `LLMEngineConfig`.
     rank, expected_world_size : int or None
         Tensor-parallel rank whose overrides are applied, and how many ranks there must be (Edge-LLM dialect).
 
@@ -117,6 +121,8 @@ def load_engine_config(
         max_verify_tokens=max_verify_tokens,
         recurrent_spec_verify_mode=recurrent_spec_verify_mode,
         conv_state_room=conv_state_room,
+        kept_window_pages=kept_window_pages,
+        kept_states=kept_states,
         rank=rank,
         expected_world_size=expected_world_size,
     )

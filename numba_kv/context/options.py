@@ -32,6 +32,9 @@ class ReuseOptions:
         Names blocks, for events; None: they have no names.
     on_event : callable or None
         Is told of blocks that come and go.
+    host_bytes : int
+        Page-locked memory of the host for what the device has to give up, divided among pages, window copies and snapshots as
+        the device's room is; 0: none, it is lost. Taken when the batch is made.
     """
 
     policy: PublishPolicy = field(default_factory=PublishPolicy)
@@ -40,9 +43,12 @@ class ReuseOptions:
     scales: bytes | None = None
     naming: BlockHash | None = None
     on_event: Callable[[BlockEvent], None] | None = None
+    host_bytes: int = 0
 
     def __post_init__(self) -> None:
         for name, kind in (("policy", PublishPolicy), ("limits", CacheLimits)):
             value = getattr(self, name)
             if not isinstance(value, kind):
                 raise InputError(f"{name}: {value!r} is not a {kind.__name__}")
+        if not isinstance(self.host_bytes, int) or isinstance(self.host_bytes, bool) or self.host_bytes < 0:
+            raise InputError(f"host_bytes: {self.host_bytes!r} is not a number of bytes, an integer from 0 on")

@@ -207,6 +207,13 @@ def measure_prefixes(options: BenchOptions) -> dict[str, object]:
     return measure_reuse()
 
 
+def measure_tier(options: BenchOptions) -> dict[str, object]:
+    """Time pages that go to page-locked memory and come back, beside a plain copy."""
+    from numba_kv.replay.bench_host import measure_host
+
+    return measure_host(options.target)
+
+
 #: Name of a measure -> what takes it, in the order of ``all``.
 MEASURES: Mapping[str, Measure] = {
     "import": measure_import,
@@ -217,6 +224,7 @@ MEASURES: Mapping[str, Measure] = {
     "reuse": measure_prefixes,
     "load": measure_load,
     "kv": measure_data,
+    "host": measure_tier,
     "rope": measure_rope,
     "lora": measure_lora,
 }

@@ -54,11 +54,23 @@ _REUSE_COLUMNS = (
     ("naming", "hash_us", "128-bit names of all blocks"),
     ("plain naming", "plain_hash_us", "the same names, a call of hashlib for each block"),
 )
+
+_HOST_COLUMNS = (
+    ("page KiB", "page_kib", "one page in all layers"),
+    ("MiB", "mib", "bytes of a move"),
+    ("plain out", "plain_out_gb_per_s", "GB/s of a plain copy to page-locked memory"),
+    ("plain back", "plain_back_gb_per_s", "GB/s of a plain copy from there"),
+    ("out", "pages_out_of_plain", "kept pages to the host, beside that copy"),
+    ("back", "pages_back_of_plain", "kept pages from the host, beside that copy"),
+    ("swap out", "swap_out_of_plain", "a sequence swapped out, its bookkeeping included"),
+    ("swap back", "swap_back_of_plain", "a sequence swapped in"),
+)
 Columns = tuple[tuple[str, str, str], ...]
 _SWEEPS: Mapping[str, tuple[str, Columns]] = {
     "step": ("step: bookkeeping of a decode step, median microseconds", _STEP_COLUMNS),
     "reuse": ("reuse: prefix hits, lower quartile of microseconds", _REUSE_COLUMNS),
     "kv": ("kv: K and V into pages and out of them", _KV_COLUMNS),
+    "host": ("host: pages to page-locked memory and back", _HOST_COLUMNS),
 }
 
 

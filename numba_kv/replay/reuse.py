@@ -103,10 +103,8 @@ class ReusingScheduler(Scheduler["Sequence"]):
         self._reusing = batch
 
     def _change(self, done: list[Sequence], joining: list[Waiting]) -> list[tuple[Sequence, int]]:
-        batch = self._reusing
-        if done:
-            batch.update(retire=done)
-        made = [batch.admit(prompt_of(job.request, job.prompt)) for job in joining]
+        prompts = [prompt_of(job.request, job.prompt) for job in joining]
+        made = self._reusing.update(retire=done, admit=prompts)
         return [(sequence, sequence.reused_tokens) for sequence in made]
 
     def _chunk(self, handle: Sequence, tokens: int) -> int:

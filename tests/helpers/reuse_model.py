@@ -37,13 +37,26 @@ class ReuseModel(KVModel):
     def admit(self, tokens: list[int], *, salt: bytes | None = None, policy: PublishPolicy | None = None) -> kv.Sequence:
         """Admit a sequence; what it reuses counts as told."""
         sequence = self.batch.admit(tokens, salt=salt, policy=policy)
+        self._admitted(sequence, tokens, salt)
+        return sequence
+
+    def update(self, retire: list[kv.Sequence], admit: list[kv.Prompt]) -> None:
+        """Retire and admit in one call."""
+        made = self.batch.update(retire=retire, admit=admit)
+        for sequence in retire:
+            for names in (self.told, self.ids, self.owner):
+                del names[sequence]
+            self.rewound.discard(sequence)
+        for sequence, prompt in zip(made, admit, strict=True):
+            self._admitted(sequence, prompt.tokens, prompt.salt)
+
+    def _admitted(self, sequence: kv.Sequence, tokens: list[int], salt: bytes | None) -> None:
         self.ids[sequence], self.owner[sequence] = list(tokens), salt
         reused = sequence.reused_tokens
         assert sequence.length == reused < len(tokens)
         self.hits += reused
         self.check_state(sequence)
         self.told[sequence] = {i: [self.cell(i, sequence, p) for p in range(reused)] for i in self.layers}
-        return sequence
 
     def step(self, counts: dict[kv.Sequence, int]) -> None:
         """Append tokens: those of the prompt, then generated ones, which the batch is told."""

@@ -122,3 +122,15 @@ def test_whole_models_have_no_ranks(arguments: dict[str, int]) -> None:
     with pytest.raises(ConfigError, match="rank"):
         load_engine_config(huggingface(), **arguments)
     assert load_engine_config(huggingface(), rank=0, expected_world_size=1).max_batch_size == 16
+
+
+@pytest.mark.parametrize("make", [huggingface, edgellm])
+def test_room_for_reuse_is_asked_for(make: Callable[[], dict[str, Any]]) -> None:
+    asked = load_engine_config(make(), kept_window_pages=7, kept_states=3)
+    assert (asked.kept_window_pages, asked.kept_states) == (7, 3)
+    plain = load_engine_config(make())
+    assert (plain.kept_window_pages, plain.kept_states) == (0, 0)
+    for name in ("kept_window_pages", "kept_states"):
+        for wrong in (-1, 1.5, True, None):
+            with pytest.raises(ConfigError, match=name):
+                load_engine_config(make(), **{name: wrong})

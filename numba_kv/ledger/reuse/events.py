@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from numba_kv.ledger.reuse.identity import ContextIdentity
 
@@ -11,7 +11,10 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-__all__ = ["BlockEvent", "BlocksRemoved", "BlocksStored", "ReuseFigures"]
+__all__ = ["BlockEvent", "BlocksRemoved", "BlocksStored", "Medium", "ReuseFigures"]
+
+#: Where blocks are.
+Medium = Literal["device", "host"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -28,19 +31,31 @@ class BlocksStored:
         Names of the blocks.
     tokens : int32 [n, P]
         Their tokens.
+    medium : {"device", "host"}
+        Where they are now; perhaps elsewhere too.
     """
 
     identity: ContextIdentity
     parent: bytes | None
     names: tuple[bytes, ...]
     tokens: NDArray[np.int32]
+    medium: Medium = "device"
 
 
 @dataclass(frozen=True, slots=True)
 class BlocksRemoved:
-    """Blocks cannot be reused any more. `names` are those that they were stored under."""
+    """Blocks are no more where they were.
+
+    Attributes
+    ----------
+    names : tuple of bytes
+        Those that they were stored under.
+    medium : {"device", "host"}
+        From where they have gone; they may be elsewhere.
+    """
 
     names: tuple[bytes, ...]
+    medium: Medium = "device"
 
 
 BlockEvent = BlocksStored | BlocksRemoved
@@ -64,6 +79,10 @@ class ReuseFigures:
         What was given up for something else.
     skipped_copies, skipped_snapshots, skipped_blocks : int
         What was not kept for want of room, or because a ring no longer had it.
+    host_hits, host_tokens : int
+        Sequences for which something came back from the host; tokens that they could reuse because of it.
+    pages_to_host, pages_to_device, states_to_host, states_to_device : int
+        Pages and snapshots that were moved between the tiers.
     misses : dict of str to int
         Acquisitions by the part and reason of their closest limit.
     """
@@ -83,6 +102,12 @@ class ReuseFigures:
     skipped_copies: int = 0
     skipped_snapshots: int = 0
     skipped_blocks: int = 0
+    host_hits: int = 0
+    host_tokens: int = 0
+    pages_to_host: int = 0
+    pages_to_device: int = 0
+    states_to_host: int = 0
+    states_to_device: int = 0
     misses: dict[str, int] | None = None
 
     @property

@@ -8,7 +8,10 @@ from numba_kv.errors import ConfigError
 from numba_kv.geometry import Window, check_count
 from numba_kv.plan import MemoryPlan
 
-__all__ = ["DraftContract", "ReuseGroups", "reuse_groups"]
+__all__ = ["SNAPSHOTS", "DraftContract", "ReuseGroups", "reuse_groups"]
+
+#: The line of snapshots of recurrent states, where lines of blocks are counted from 0.
+SNAPSHOTS = -1
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,7 @@ from numba_kv.ledger.reuse.content import TokenContent
 from numba_kv.ledger.reuse.events import BlockEvent, ReuseFigures
 from numba_kv.ledger.reuse.eviction import Wanted
 from numba_kv.ledger.reuse.groups import ReuseGroups
+from numba_kv.ledger.reuse.host_tier import HostTier
 from numba_kv.ledger.reuse.identity import ContextIdentity
 from numba_kv.ledger.reuse.kept_pages import KeptPages, PageClasses, SharedPages
 from numba_kv.ledger.reuse.lease import HeldPages, Lease, hold
@@ -79,6 +80,8 @@ class PrefixCache:
         See `KeptStore`.
     limits : CacheLimits, optional
         How much is kept.
+    host : HostTier, optional
+        Keeps what has to go; None: it is lost.
     """
 
     def __init__(
@@ -92,6 +95,7 @@ class PrefixCache:
         limits: CacheLimits | None = None,
         naming: BlockHash | None = None,
         on_event: Callable[[BlockEvent], None] | None = None,
+        host: HostTier | None = None,
     ) -> None:
         self.groups = groups
         self.limits = limits or CacheLimits()
@@ -108,6 +112,7 @@ class PrefixCache:
             naming=naming,
             on_event=on_event,
         )
+        self.store.lower = host
 
     @property
     def figures(self) -> ReuseFigures:
@@ -196,6 +201,19 @@ class PrefixCache:
             misses=(miss,),
             fresh_pages=total if self.groups.has_full else 0,
             fresh_draft_pages=total if self.groups.has_draft else 0,
+        )
+
+    def bring_back(self, identity: ContextIdentity, content: TokenContent, *, priority: int = 0, spare: int = 0) -> int:
+        """Bring to the device what a sequence can reuse of the host; a lookup then finds so many tokens more.
+
+        See `HostTier.bring_back`.
+        """
+        host, limits = self.store.lower, self.limits
+        if host is None:
+            return 0
+        most, whole = limits.max_blocks, limits.whole_pages
+        return host.bring_back(
+            self.store, identity, content, max_blocks=most, whole_pages=whole, priority=priority, spare=spare
         )
 
     # -- leasing -------------------------------------------------------------------------------------------------------

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from numba_kv.errors import CapacityError, InputError, InvariantError, StateError
+from numba_kv.errors import CapacityError, InputError, StateError
 from numba_kv.ledger.reuse.block_hash import BlockHash
-from numba_kv.ledger.reuse.events import BlockEvent, BlocksRemoved, ReuseFigures
+from numba_kv.ledger.reuse.events import BlockEvent, BlocksRemoved, BlocksStored, Medium, ReuseFigures
 from numba_kv.ledger.reuse.eviction import EvictionPlan, Wanted, plan_eviction
-from numba_kv.ledger.reuse.groups import ReuseGroups
+from numba_kv.ledger.reuse.groups import SNAPSHOTS, ReuseGroups
 from numba_kv.ledger.reuse.kept_pages import KeptPages, SharedPages
 from numba_kv.ledger.reuse.run import Run, Tail
 from numba_kv.ledger.reuse.slots import SlotPool
+from numba_kv.ledger.reuse.store_check import check_store
 from numba_kv.ledger.reuse.tree import PrefixTree
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+
+    from numba_kv.ledger.reuse.content import TokenContent
+    from numba_kv.ledger.reuse.host_tier import HostTier
+    from numba_kv.ledger.reuse.identity import ContextIdentity
+    from numba_kv.ledger.reuse.path import Path
 
 __all__ = ["KeptStore"]
 
@@ -40,6 +46,14 @@ class KeptStore:
         Names blocks.
     on_event : callable or None
         Is told of blocks that come and go.
+    medium : {"device", "host"}
+        Where the pools are, for events. A store on the host has gaps: a block may stand in its tree without a page, because it
+        is on the device.
+
+    Attributes
+    ----------
+    lower : HostTier or None
+        Takes what is given up for something else.
     """
 
     def __init__(
@@ -52,6 +66,7 @@ class KeptStore:
         snapshot_slots: int = 0,
         naming: BlockHash | None = None,
         on_event: Callable[[BlockEvent], None] | None = None,
+        medium: Medium = "device",
     ) -> None:
         if groups.has_full != (pool is not None) or groups.has_draft != (draft_pool is not None):
             raise InputError("pool, draft_pool: give them if the model has full attention, and a draft with its own pages")
@@ -65,6 +80,10 @@ class KeptStore:
         self.tree = PrefixTree(groups.page_tokens, groups.num_lines, naming)
         self.figures = ReuseFigures(misses={})
         self.on_event = on_event
+        self.medium: Medium = medium
+        self.has_gaps = medium == "host"
+        self.lower: HostTier | None = None
+        self._loose: list[Run] = []  # runs that perhaps end with blocks of which nothing is held
 
     def epochs(self) -> tuple[int, ...]:
         """Return the epochs of all pools: what is planned now is current as long as they are these."""
@@ -130,10 +149,39 @@ class KeptStore:
             self.figures.evicted_tails += 1
         for run, size in plan.cuts:
             self._cut(run, size)
+        self._settle()
         self.tree.forget_empty_roots()
 
+    def make_most_room(self, pages: int, new_blocks: int, max_blocks: int | None) -> bool:
+        """Evict until `pages` are free, and `new_blocks` more can be kept; return whether they are, and can.
+
+        If not all can become free, a store with gaps evicts what it can, another one nothing.
+        """
+        pool = None if self.full is None else self.full.pool
+        over = 0 if max_blocks is None else self.tree.num_blocks + new_blocks - max_blocks
+        short = Wanted(pages - (0 if pool is None else pool.free_pages), 0, over)
+        if short.is_nothing:
+            return True
+        plan = self.plan_room(short)
+        is_enough = plan is not None
+        if plan is None and self.has_gaps:
+            args = (self.full, self.draft, self.groups.draft_line, self._is_read)
+            plan = plan_eviction(self.tree, short, *args, or_less=True)
+        if plan is not None:
+            self.evict(plan)
+        return is_enough
+
     def clear(self) -> None:
-        """Give up everything that no row reads."""
+        """Give up everything that no row reads; a tier below too."""
+        lower, self.lower = self.lower, None
+        try:
+            self._clear()
+        finally:
+            self.lower = lower
+        if lower is not None:
+            lower.store.clear()
+
+    def _clear(self) -> None:
         wanted = Wanted(blocks=self.tree.num_blocks + 1)
         args = (self.tree, wanted, self.full, self.draft, self.groups.draft_line, self._is_read)
         plan = plan_eviction(*args, or_less=True)
@@ -144,6 +192,7 @@ class KeptStore:
                 self.drop_tail(tail)
         for tail in [tail for tail in self.tree.tails() if not self._is_pinned(tail) and not self._is_leased(tail)]:
             self.drop_tail(tail)
+        self._settle()
         self.tree.forget_empty_roots()
 
     def take_window_slots(self, window: int, count: int, protected: set[int]) -> bool:
@@ -154,9 +203,12 @@ class KeptStore:
             victims = pool.oldest(missing, protected)
             if len(victims) < missing:
                 return False
+            if self.lower is not None:
+                self.lower.take_copies(self, window, victims)
             for slot in victims:
                 self._forget_copy(window, slot)
                 self.figures.evicted_copies += 1
+            self._settle()
         return True
 
     def take_snapshot_slot(self, protected: Tail | None) -> bool:
@@ -170,24 +222,42 @@ class KeptStore:
         tail = dict(self.snapshots.kept())[victims[0]]
         self.figures.evicted_snapshots += 1
         if self._is_leased(tail):
+            if self.lower is not None:
+                self.lower.take_tail(self, tail)
             self._forget_snapshot(tail)
         else:
             self.drop_tail(tail)
+        self._settle()
         return True
+
+    def hold(self, ids: Mapping[int, Sequence[int]], count: int) -> None:
+        """Hold pages, copies and snapshots, by line, against eviction (1), or no more (-1)."""
+        for line, held in ids.items():
+            if line == 0 and self.full is not None:
+                self.full.pool.share(np.array(held, np.int32), count)
+                continue
+            pool: SlotPool[Any] = self.snapshots if line == SNAPSHOTS else self.windows[line - 1]
+            pool.pin(held) if count > 0 else pool.unpin(held)
 
     # -- letting go ----------------------------------------------------------------------------------------------------
 
     def drop_tail(self, tail: Tail) -> None:
         """Forget a tail and give up what it holds."""
+        if self.lower is not None:
+            self.lower.take_tail(self, tail)
         if tail.snapshot >= 0:
             self._forget_snapshot(tail)
         self.tree.remove_tail(tail)
         self._let_go(tail.lines[:, None])
+        self._loose.append(tail.run)
 
     def _cut(self, run: Run, size: int) -> None:
+        if self.lower is not None:
+            self.lower.take_blocks(self, run, size)
         lines = run.lines[:, size : run.size].copy()
         variants = [page for (block, _), page in run.variants.items() if block >= size]
-        names = tuple(run.names[size:])
+        is_held = (lines[0] if self.full is not None else lines.max(axis=0)) >= 0
+        names = tuple(name for name, held in zip(run.names[size:], is_held.tolist(), strict=False) if held or not self.has_gaps)
         self.figures.evicted_blocks += run.size - size
         for tail in self.tree.cut(run, size):
             if tail.snapshot >= 0:
@@ -198,7 +268,8 @@ class KeptStore:
         if variants and self.draft is not None:
             self.draft.let_go(np.array(variants, np.int32))
         if names and self.on_event is not None:
-            self.on_event(BlocksRemoved(names))
+            self.on_event(BlocksRemoved(names, self.medium))
+        self._loose += [run] if size or run.parent is None else [run.parent]
 
     def _let_go(self, lines: NDArray[np.int32]) -> None:
         if self.full is not None:
@@ -214,12 +285,46 @@ class KeptStore:
         node, block = self.windows[window].give_up(slot)
         if isinstance(node, Tail):
             node.lines[1 + window] = -1
+            if self.has_gaps and node.snapshot < 0 and (node.lines < 0).all():
+                self.drop_tail(node)
         else:
             node.lines[1 + window, block] = -1
+            self._loose.append(node)
 
     def _forget_snapshot(self, tail: Tail) -> None:
         self.snapshots.give_up(tail.snapshot)
         self.tree.set_snapshot(tail, -1)
+
+    def _settle(self) -> None:
+        """End a change: what is below gets its bytes, and nothing stands in the tree for nothing."""
+        if self.lower is not None:
+            self.lower.flush()
+        loose, self._loose = self._loose, []
+        while loose and self.has_gaps:
+            run = loose.pop()
+            size = run.size
+            while size and size not in run.branches and (run.lines[:, size - 1] < 0).all():
+                size -= 1
+            if size < run.size:
+                self.tree.cut(run, size)
+                loose += [run.parent] if not size and run.parent is not None else []
+        if self.has_gaps:
+            self.tree.forget_empty_roots()
+
+    def trim(self, run: Run) -> None:
+        """Forget the blocks at the end of a run, and of those before it, of which nothing is held."""
+        self._loose.append(run)
+        self._settle()
+
+    # -- what is told ------------------------------------------------------------------------------------------------
+
+    def tell_stored(self, identity: ContextIdentity, content: TokenContent, path: Path, start: int, stop: int) -> None:
+        """Tell that the blocks [start, stop) of a path are here now."""
+        if self.on_event is None or start >= stop:
+            return
+        names = [name for run, size in path.segments for name in run.names[:size]]
+        parent = names[start - 1] if names and start else None
+        self.on_event(BlocksStored(identity, parent, tuple(names[start:stop]), content.blocks(start, stop).copy(), self.medium))
 
     # -- state ---------------------------------------------------------------------------------------------------------
 
@@ -248,56 +353,13 @@ class KeptStore:
         return self.snapshots.is_pinned(tail.snapshot) or any(pool.is_pinned(slot) for pool, slot in slots)
 
     def check(self) -> None:
-        """Check that the tree and the pools agree, block by block.
+        """Check that the tree and the pools agree, block by block, and those of the tier below.
 
         Raises
         ------
         InvariantError
             Naming what does not.
         """
-        pages: list[list[int]] = [[] for _ in range(self.groups.num_lines)]
-        blocks, held = 0, {}
-        for run in self.tree.runs():
-            blocks += run.size
-            self._check_run(run)
-            for line in range(self.groups.num_lines):
-                pages[line] += [p for p in run.lines[line, : run.size].tolist() if p >= 0]
-            if self.draft is not None:
-                pages[self.groups.draft_line] += run.variants.values()
-        for tail in self.tree.tails():
-            for line in range(self.groups.num_lines):
-                pages[line] += [page for page in [int(tail.lines[line])] if page >= 0]
-            if tail.snapshot >= 0:
-                held[tail.snapshot] = tail
-        if blocks != self.tree.num_blocks:
-            raise InvariantError(f"index: {blocks} blocks are kept, {self.tree.num_blocks} counted")
-        if self.full is not None:
-            self.full.check(np.array(pages[0], np.int32), "full pages")
-        if self.draft is not None:
-            self.draft.check(np.array(pages[self.groups.draft_line], np.int32), "draft pages")
-        for w, pool in enumerate(self.windows):
-            pool.check()
-            if sorted(pages[1 + w]) != sorted(slot for slot, _ in pool.kept()):
-                raise InvariantError(f"window {w}: the index and the pool disagree on which copies are kept")
-        self.snapshots.check()
-        if held != dict(self.snapshots.kept()):
-            raise InvariantError("snapshots: the index and the pool disagree on which are kept")
-
-    def _check_run(self, run: Run) -> None:
-        if not run.is_root and not run.size:
-            raise InvariantError(f"{run} is empty and still hangs in the tree")
-        if self.full is not None and (run.lines[0, : run.size] < 0).any():
-            raise InvariantError(f"{run}: a block has no page")
-        if self.tree.naming is not None and len(run.names) != run.size:
-            raise InvariantError(f"{run}: {len(run.names)} names for {run.size} blocks")
-        for offset, branch in run.branches.items():
-            blockers = sum(isinstance(node, Run) or node.holds_pages for node in branch.nodes)
-            runs = {node.first: node for node in branch.nodes if isinstance(node, Run)}
-            if offset > run.size or branch.blockers != blockers or branch.keys != sorted(branch.keys) or not branch.keys:
-                raise InvariantError(f"{run}: what hangs behind block {offset} is wrong")
-            if branch.runs != runs:
-                raise InvariantError(f"{run}: what hangs behind block {offset} is not found by its tokens")
-            if (blockers > 0) != (offset in run.blocking):
-                raise InvariantError(f"{run}: what hangs behind block {offset} is not noted")
-        if self.tree.can_go(run) and not run.is_queued:
-            raise InvariantError(f"{run}: could be evicted and is not queued")
+        check_store(self)
+        if self.lower is not None:
+            self.lower.check(self)

@@ -1,0 +1,252 @@
+"""Cargo: part of one kept prefix on its way from one store to another, and how it is stowed there. Moves no byte.
+
+Stores are those of `KeptStore`: the device's, and the host's. A block that is stowed gets ids of the new store for what is
+wanted of it and is not there; the pairs of old and new ids are what somebody has to copy.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from numba_kv.errors import InvariantError
+from numba_kv.ledger.reuse.content import MediaPart, MediaSpan, TokenContent
+from numba_kv.ledger.reuse.groups import SNAPSHOTS
+from numba_kv.ledger.reuse.identity import ContextIdentity
+from numba_kv.ledger.reuse.path import Path
+from numba_kv.ledger.reuse.run import Run, Tail
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from numpy.typing import NDArray
+
+    from numba_kv.ledger.reuse.store import KeptStore
+
+__all__ = ["Cargo", "Pair", "TailCargo", "content_of", "spans_of", "stow"]
+
+#: (line, id where it was, id where it is now)
+Pair = tuple[int, int, int]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TailCargo:
+    """A tail: the first `tokens` of the block behind a cargo's blocks, as `Tail` has them; -1: not wanted."""
+
+    key: bytes
+    tokens: int
+    lines: NDArray[np.int32]
+    snapshot: int = -1
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Cargo:
+    """Consecutive blocks of one prefix, and perhaps a tail behind the last of them.
+
+    Attributes
+    ----------
+    identity, content : ContextIdentity, TokenContent
+        Whose they are; the tokens of the prefix from its first one to the end of the blocks at least.
+    start : int
+        The first block.
+    lines : int32 [lines, n]
+        Where the blocks are in the store that they come from; -1: not wanted.
+    tail : TailCargo or None
+        What comes along behind block ``start + n - 1``.
+    priority : int
+        What they are worth.
+    """
+
+    identity: ContextIdentity
+    content: TokenContent
+    start: int
+    lines: NDArray[np.int32]
+    tail: TailCargo | None = None
+    priority: int = 0
+
+    @property
+    def stop(self) -> int:
+        """End of the blocks."""
+        return self.start + len(self.lines[0])
+
+
+def content_of(run: Run, size: int) -> TokenContent:
+    """Return the tokens and media of the first `size` blocks of a run, and of all before it. Cost: O(tokens)."""
+    parts, node = [(run, size)], run
+    while node.parent is not None:
+        parts.append((node.parent, node.at))
+        node = node.parent
+    parts.reverse()
+    page = run.tokens.shape[1]
+    tokens = np.concatenate([part.tokens[:count].reshape(-1) for part, count in parts])
+    media = [(part.start + b, part.media[b]) for part, count in parts for b in sorted(part.media) if b < count]
+    return TokenContent(page, tokens, spans_of(media, page))
+
+
+def spans_of(blocks: Iterable[tuple[int, tuple[MediaPart, ...]]], page: int) -> list[MediaSpan]:
+    """Put the parts of items in several blocks together; an item of which the end is not kept is as long as what is.
+
+    Raises
+    ------
+    InvariantError
+        If a part does not follow what is before it of its item.
+    """
+    found: list[MediaSpan] = []
+    for block, parts in blocks:
+        for place, length, offset, digest in parts:
+            start = block * page + place
+            if offset and (not found or found[-1].stop != start or found[-1].digest != digest or found[-1].length != offset):
+                raise InvariantError(f"media: block {block} has a part of an item whose beginning is not kept")
+            begun = found.pop() if offset else MediaSpan(start, length, digest)
+            found.append(MediaSpan(begun.start, length + offset, digest))
+    return found
+
+
+def stow(store: KeptStore, cargo: Cargo, max_blocks: int | None = None, spare: int = 0) -> list[Pair]:
+    """Keep what a cargo brings, as far as there is room; return what has to be copied.
+
+    A store that must have every block (`KeptStore.has_gaps` is False) keeps all of the blocks or nothing.
+
+    Parameters
+    ----------
+    max_blocks : int or None
+        Most blocks that the store may keep in all.
+    spare : int
+        Free pages that are promised to somebody else.
+    """
+    page, tree = cargo.content.page_tokens, store.tree
+    has_room = _make_room(store, cargo, max_blocks, spare)
+    path = tree.match(cargo.identity, cargo.content, cargo.stop * page)
+    stop = _reach(store, cargo, path, spare)
+    if stop < cargo.start or not (has_room or store.has_gaps):
+        return []
+    begin, now = path.blocks, tree.tick()
+    if stop > begin:
+        new = np.full((store.groups.num_lines, stop - begin), -1, np.int32)
+        tree.extend(cargo.identity, path, cargo.content, new, cargo.priority, now)
+    tree.touch(path, cargo.priority, now)
+    pairs = _fill_pages(store, cargo, path, stop)
+    first = min((block for block, _ in pairs), default=stop) if store.full is not None else begin
+    found: list[Pair] = [pair for _, pair in pairs]
+    for window in range(len(store.windows)):
+        found += _fill_slots(store, cargo, path, stop, window)
+    store.tell_stored(cargo.identity, cargo.content, path, first, stop)
+    if cargo.tail is not None and stop == cargo.stop:
+        path.root = tree.root_of(cargo.identity)
+        found += _stow_tail(store, cargo, cargo.tail, path, now, spare)
+    if path.root is not None:
+        store.trim(path.end[0])
+    return found
+
+
+def _missing(store: KeptStore, cargo: Cargo, path: Path, line: int) -> NDArray[np.bool_]:
+    """Return which blocks of a cargo bring something that the store does not have."""
+    missing: NDArray[np.bool_] = cargo.lines[line] >= 0
+    held = path.line(line, cargo.start, min(cargo.stop, path.blocks))
+    missing[: len(held)] &= held < 0
+    return missing
+
+
+def _make_room(store: KeptStore, cargo: Cargo, max_blocks: int | None, spare: int) -> bool:
+    """Let others go for what a cargo brings; return whether all its blocks find room."""
+    page, tail = cargo.content.page_tokens, cargo.tail
+    path = store.tree.match(cargo.identity, cargo.content, cargo.stop * page)
+    pages = 0
+    if store.full is not None:
+        pages = int(_missing(store, cargo, path, 0).sum()) + (tail is not None and tail.lines[0] >= 0)
+    has_room = store.make_most_room(pages + spare, max(0, cargo.stop - path.blocks), max_blocks)
+    for w, pool in enumerate(store.windows):
+        protected = {slot for slot in path.line(1 + w, 0, path.blocks).tolist() if slot >= 0}
+        slots = int(_missing(store, cargo, path, 1 + w).sum()) + (tail is not None and tail.lines[1 + w] >= 0)
+        store.take_window_slots(w, min(slots, pool.count), protected)
+    if tail is not None and tail.snapshot >= 0:
+        store.take_snapshot_slot(None)
+    return has_room
+
+
+def _reach(store: KeptStore, cargo: Cargo, path: Path, spare: int) -> int:
+    """Return up to which block there is room; below `cargo.start` if for none."""
+    if not store.has_gaps and path.blocks < cargo.start:
+        return -1
+    if store.full is None:
+        return cargo.stop
+    free = max(0, store.full.pool.free_pages - spare)
+    return cargo.start + int(np.searchsorted(np.cumsum(_missing(store, cargo, path, 0)), free, side="right"))
+
+
+def _parts(path: Path, start: int, stop: int) -> Iterator[tuple[Run, int, int]]:
+    """Yield the runs that have the blocks [start, stop) of a path, and which of their own blocks these are."""
+    for run, size in path.segments:
+        low, high = max(start - run.start, 0), min(stop - run.start, size)
+        if low < high:
+            yield run, low, high
+
+
+def _fill_pages(store: KeptStore, cargo: Cargo, path: Path, stop: int) -> list[tuple[int, Pair]]:
+    """Keep pages of the full group; return pairs by block."""
+    pairs: list[tuple[int, Pair]] = []
+    for run, low, high in _parts(path, cargo.start, stop) if store.full is not None else ():
+        at = run.start - cargo.start
+        brought = cargo.lines[0, low + at : high + at]
+        places = low + np.flatnonzero((run.lines[0, low:high] < 0) & (brought >= 0))
+        if store.full is not None and len(places):
+            ids = store.full.pool.acquire(len(places))
+            store.full.adopt(ids)
+            run.lines[0, places] = ids
+            olds = cargo.lines[0, places + at].tolist()
+            pairs += [(run.start + p, (0, old, new)) for p, old, new in zip(places.tolist(), olds, ids.tolist(), strict=True)]
+    return pairs
+
+
+def _fill_slots(store: KeptStore, cargo: Cargo, path: Path, stop: int, window: int) -> list[Pair]:
+    """Keep copies of a window's pages, the last ones first: a window is of use only from its end."""
+    line, pool, pairs = 1 + window, store.windows[window], list[Pair]()
+    for run, low, high in reversed(list(_parts(path, cargo.start, stop))):
+        at = run.start - cargo.start
+        brought = cargo.lines[line, low + at : high + at]
+        places = low + np.flatnonzero((run.lines[line, low:high] < 0) & (brought >= 0))
+        for place in reversed(places.tolist()):
+            if not pool.num_free:
+                return pairs
+            slot = pool.keep((run, place))
+            run.lines[line, place] = slot
+            pairs.append((line, int(cargo.lines[line, place + at]), slot))
+    return pairs
+
+
+def _stow_tail(store: KeptStore, cargo: Cargo, brought: TailCargo, path: Path, now: int, spare: int) -> list[Pair]:
+    tree, pairs = store.tree, list[Pair]()
+    run, offset = path.end
+    branch = run.branches.get(offset)
+    tail = None if branch is None else branch.find(brought.key)
+    if tail is not None and not isinstance(tail, Tail):
+        raise InvariantError(f"{run}: a run hangs behind block {offset} where a tail of its tokens is stowed")
+    lines = np.full(store.groups.num_lines, -1, np.int32) if tail is None else tail.lines.copy()
+    if store.full is not None and brought.lines[0] >= 0 > lines[0] and store.full.pool.free_pages > spare:
+        lines[:1] = store.full.pool.acquire(1)
+        store.full.adopt(lines[:1])
+        pairs.append((0, int(brought.lines[0]), int(lines[0])))
+    if store.full is not None and brought.tokens and lines[0] < 0:
+        return []  # states are of no use without the tokens of the block before them
+    wants_state = brought.snapshot >= 0 and (tail is None or tail.snapshot < 0) and store.snapshots.num_free > 0
+    if tail is None:
+        if not pairs and not wants_state and (brought.snapshot >= 0 or (brought.lines[1:] < 0).all()):
+            return []  # nothing of it would be here
+        tail = tree.add_tail(run, offset, brought.key, brought.tokens, lines)
+    elif pairs:  # with a page it keeps the block before it
+        run.take_off(offset, tail.key, is_blocker=False)
+        tail.lines[0] = lines[0]
+        run.hang(offset, tail.key, tail, is_blocker=True)
+        tree.version += 1
+    for w, pool in enumerate(store.windows):
+        if brought.lines[1 + w] >= 0 > tail.lines[1 + w] and pool.num_free:
+            tail.lines[1 + w] = pool.keep((tail, 0))
+            pairs.append((1 + w, int(brought.lines[1 + w]), int(tail.lines[1 + w])))
+    if wants_state:
+        tree.set_snapshot(tail, store.snapshots.keep(tail))
+        pairs.append((SNAPSHOTS, brought.snapshot, tail.snapshot))
+    tree.touch_tail(tail, cargo.priority, now)
+    tree.queue(tail)
+    return pairs
