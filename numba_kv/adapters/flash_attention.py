@@ -1,0 +1,311 @@
+"""FlashAttention over a batch's pages: the keyword arguments of its functions, for each of its versions.
+
+A window layer is given the row's whole table, in which the ring repeats: its kernels begin at the tile that the window reaches,
+and whatever entry they load on the way is a page of the row. W counts the query, their ``window_size`` does not: (W - 1, 0).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import Any
+
+from numba_kv.adapters.paged_reading import Consumer, PagedReader, SeenKeys
+from numba_kv.batch import Batch, StepView
+from numba_kv.cache import KVIO
+from numba_kv.device import Tensor
+from numba_kv.dtypes import dtype
+from numba_kv.errors import ConfigError, InputError, InteropError, StateError
+from numba_kv.geometry import INT32_MAX
+
+__all__ = ["FlashAttention", "FlashStep"]
+
+_HALF = ("float16", "bfloat16")
+_FLOAT8 = "float8_e4m3"
+
+
+@dataclass(frozen=True, slots=True)
+class _Version:
+    """A version's functions and what it calls things.
+
+    Attributes
+    ----------
+    consumer : Consumer
+        What its kernels can read.
+    module, ragged, even : str
+        Where its functions are: for q [T, Hq, D] with `cu_seqlens_q`, and for q [rows, tokens, Hq, D] (None: there is none).
+    pools, table, lengths : str
+        Names of K and V, of the table and of the rows' lengths in `ragged`.
+    maxima : tuple of str
+        Names of the bounds that `ragged` takes: of queries and of keys.
+    no_window : tuple
+        What it takes for no window.
+    swaps_rows : bool
+        Whether rows of one query are taken from q by their number, which is wrong where a row has no query.
+    options : dict
+        Arguments that are always the same.
+    """
+
+    consumer: Consumer
+    module: str
+    ragged: str
+    even: str | None
+    pools: tuple[str, str]
+    table: str
+    lengths: str
+    maxima: tuple[str, ...]
+    no_window: tuple[int | None, int | None] = (-1, -1)
+    swaps_rows: bool = False
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+_VARLEN, _CACHED = "flash_attn_varlen_func", "flash_attn_with_kvcache"
+_VLLM = ("vllm.vllm_flash_attn", _VARLEN, None, ("k", "v"), "block_table", "seqused_k", ("max_seqlen_q", "max_seqlen_k"))
+_VERSIONS = {
+    "fa2": _Version(
+        Consumer("FlashAttention 2", _HALF, page_multiple=256),
+        *("flash_attn", _VARLEN, _CACHED, ("k", "v"), "block_table", "cu_seqlens_k", ("max_seqlen_q", "max_seqlen_k")),
+        swaps_rows=True,
+    ),
+    "fa3": _Version(
+        Consumer("FlashAttention 3", (*_HALF, _FLOAT8), has_chunks=True),
+        *("flash_attn_interface", _CACHED, _CACHED, ("k_cache", "v_cache"), "page_table", "cache_seqlens", ("max_seqlen_q",)),
+    ),
+    "fa4": _Version(
+        Consumer("FlashAttention 4", _HALF),
+        *("flash_attn.cute.interface", _VARLEN, None, ("k", "v"), "page_table", "seqused_k", ()),
+        no_window=(None, None),
+    ),
+    "vllm_fa2": _Version(
+        Consumer("vLLM's FlashAttention 2", _HALF, page_multiple=16), *_VLLM, swaps_rows=True, options={"fa_version": 2}
+    ),
+    "vllm_fa3": _Version(Consumer("vLLM's FlashAttention 3", (*_HALF, _FLOAT8)), *_VLLM, options={"fa_version": 3}),
+}
+
+
+class FlashAttention:
+    """Arguments of one version of FlashAttention for the steps of a batch. Borrows pools, tables and scales.
+
+    Parameters
+    ----------
+    batch : Batch
+        Whose steps are attended.
+    version : {"fa2", "fa3", "fa4", "vllm_fa2", "vllm_fa3"}
+        FlashAttention 2, 3 or 4 as published (P = 256 for 2, any for 3 and 4), or vLLM's builds (2: P from 16 on; 3: any).
+    io : KVIO, optional
+        Holds the scales of float8 pools; needed for those.
+    compact : bool
+        Give sliding windows tables that begin with the first mapped page, for kernels that walk a row from its beginning.
+    arrays : callable, optional
+        What makes the library's array of a Tensor; default: torch's, without a copy.
+
+    Attributes
+    ----------
+    needs_host_lengths : bool
+        False: lengths are read on the device; the host gives bounds.
+
+    Raises
+    ------
+    InputError
+        If an argument is something else.
+
+    Notes
+    -----
+    Layers are checked when they are first asked for; what the version cannot read (page size, head size, element type) is a
+    ConfigError that names it, what it cannot mask an InputError.
+    """
+
+    needs_host_lengths = False
+
+    def __init__(
+        self,
+        batch: Batch,
+        version: str,
+        *,
+        io: KVIO | None = None,
+        compact: bool = False,
+        arrays: Callable[[Any], Any] | None = None,
+    ) -> None:
+        if version not in _VERSIONS:
+            raise InputError(f"version: {version!r} is not one of {', '.join(map(repr, _VERSIONS))}")
+        self._version = _VERSIONS[version]
+        self._reader = reader = PagedReader(batch, self._version.consumer, arrays)
+        if io is not None and (not isinstance(io, KVIO) or io._caches is not reader.caches):
+            raise InputError(f"io: {io!r} is not a KVIO of this batch's caches; KVIO(caches) makes one")
+        self._io = io
+        self._compact = bool(compact)
+        config = reader.caches.plan.config
+        if version == "fa2" and config.max_batch_size * config.max_kv_cache_capacity > INT32_MAX:
+            raise ConfigError("max_batch_size: FlashAttention 2 adds up the lengths of all rows in 32 bits; take fewer rows")
+
+    def step(self, view: StepView, *, captured: bool = False, stream: object | None = None) -> FlashStep:
+        """Return the arguments of a step. Make it after `Batch.step` and use it before the batch's next call.
+
+        Parameters
+        ----------
+        view : StepView
+            Of the current step.
+        captured : bool
+            For a graph that runs again: all rows of the batch, and bounds that hold for all its steps, instead of this step's.
+            The graph's steps append as many tokens a row as `view` has.
+        stream : stream, optional
+            Where derived forms are enqueued: one that is being captured, or the resources' stream (default).
+
+        Raises
+        ------
+        InputError, StateError
+            See `PagedReader.check_view`.
+        """
+        return FlashStep(self, view, captured, stream)
+
+    def function(self, *, even: bool = False) -> Any:
+        """Return the library's function for `FlashStep.ragged`, or for `FlashStep.even`.
+
+        Raises
+        ------
+        InteropError
+            If the library is not installed.
+        """
+        version = self._version
+        name = version.even if even else version.ragged
+        try:
+            return getattr(import_module(version.module), name or version.ragged)
+        except (ImportError, AttributeError) as error:
+            raise InteropError(f"{version.consumer.name}: no {version.module}.{name} is installed here ({error})") from error
+
+    def _scales(self, layer: int, rows: int) -> dict[str, Any]:
+        """Return a float8 layer's scales of K and V, float32 [rows, H] without a copy for each row."""
+        pool = self._reader.caches.kv(layer)
+        if self._io is None:
+            if pool.dtype.name != _FLOAT8:
+                return {}
+            raise StateError(f"layer {layer} is stored as {_FLOAT8}, whose scales are in KVIO: give FlashAttention its io=")
+        self._io._guard.check_open()
+        factors, heads = self._io._factors(layer, dtype("float32"), False), pool.shape[3]
+        if factors is None:
+            return {}
+        found = {}
+        for name, at in (("k_descale", 0), ("v_descale", heads)):
+            half = factors[at : at + heads]
+            offset = half.address - half._memory.address
+            rows_of_it = Tensor(half._memory, half.device, half.dtype, (rows, heads), offset_nbytes=offset, strides=(0, 1))
+            found[name] = self._reader.arrays(rows_of_it)
+        return found
+
+
+class FlashStep:
+    """Arguments of a step, layer by layer. Made by `FlashAttention.step`."""
+
+    def __init__(self, owner: FlashAttention, view: StepView, captured: bool, stream: object | None) -> None:
+        self._owner = owner
+        self._reader = reader = owner._reader
+        reader.check_view(view)
+        self._view = view
+        self._captured = captured
+        self._stream = stream
+        plan = reader.caches.plan.config
+        self._rows = plan.max_batch_size if captured else view.num_rows
+        self._longest = plan.max_kv_cache_capacity if captured else view.kv_len_upper
+        self._shared: dict[tuple[int, SeenKeys, bool], dict[str, Any]] = {}
+
+    def ragged(self, layer: int) -> dict[str, Any]:
+        """Return the arguments of a layer for q [T, Hq, D] in the step's order, rows of any number of tokens.
+
+        Parameters
+        ----------
+        layer : int
+            Decoder layer with attention; one that borrows K and V reads its donor's.
+
+        Returns
+        -------
+        dict
+            All arguments of `FlashAttention.function` but q and what is the model's: ``softmax_scale``, ``softcap``, sinks.
+
+        Raises
+        ------
+        ConfigError, InputError
+            If the version cannot read the layer, or the step's keys are not all in pages.
+        StateError
+            If a float8 pool has no scales.
+
+        Stream: enqueues nothing, but the first time in a step what the group's tables are derived with: one kernel.
+        """
+        return self._arguments(layer, even=False)
+
+    def even(self, layer: int) -> dict[str, Any]:
+        """Return the arguments of a layer for q [rows, tokens, Hq, D]: a step in which every row appended as many tokens.
+
+        Parameters and errors as in `ragged`; InputError also if a row has no token, or fewer, or for a captured step, whose
+        rows may empty while the graph runs, or if the version has no such function.
+        """
+        view, version = self._view, self._owner._version
+        if version.even is None:
+            raise InputError(f"even: {version.consumer.name} has no function for rows of equal tokens; ragged serves them")
+        if self._captured or view.num_tokens != view.num_rows * view.max_query_tokens:
+            what = "a captured step" if self._captured else f"{view.num_tokens} tokens in {view.num_rows} rows"
+            raise InputError(f"view: {what}; rows of {view.max_query_tokens} tokens each are wanted (compact() fills holes)")
+        return self._arguments(layer, even=True)
+
+    def attend(self, layer: int, q: Any, **options: Any) -> Any:
+        """Return the attention of q [T, Hq, D] over a layer's pages, by the library.
+
+        Parameters
+        ----------
+        layer : int
+            As in `ragged`.
+        q : array [T, Hq, D]
+            Queries of the step's tokens, of the pool's element type.
+        **options
+            What is the model's: ``softmax_scale``, ``softcap`` and whatever else the version takes.
+
+        Raises
+        ------
+        InteropError
+            If the library is not installed.
+        ConfigError, InputError, StateError
+            As `ragged`.
+        """
+        return self._owner.function()(q, **self.ragged(layer), **options)
+
+    def _arguments(self, layer: int, *, even: bool) -> dict[str, Any]:
+        owner, reader = self._owner, self._reader
+        seen = reader.seen(layer, self._view)
+        if owner._compact and seen.left >= 0:
+            seen = SeenKeys(seen.left, is_compact=True)
+        key = (reader.storage(layer).group, seen, even)
+        if key not in self._shared:
+            self._shared[key] = self._group_arguments(*key)
+        names = (owner._version.pools, ("k_cache", "v_cache"))[even]
+        pools = dict(zip(names, reader.pools(layer), strict=True))
+        return pools | self._shared[key] | owner._scales(layer, self._rows)
+
+    def _group_arguments(self, group: int, seen: SeenKeys, even: bool) -> dict[str, Any]:
+        """Return the arguments that all layers of a group share."""
+        version, reader, view, rows = self._owner._version, self._reader, self._view, self._rows
+        derived = reader.batch.derived
+        table, lengths, longest = view.block_tables[group], view.seq_lens, self._longest
+        if seen.is_compact:
+            form = derived.compact(group, self._stream)
+            table, lengths = form.window_tables, form.window_seq_lens
+            longest = table.shape[1] * reader.caches.plan.groups[group].page_tokens
+        found: dict[str, Any] = {
+            version.table: reader.made(table)[:rows],
+            "causal": True,
+            "window_size": version.no_window if seen.left < 0 else (seen.left, 0),
+            **version.options,
+        }
+        if seen.chunk:
+            found["attention_chunk"] = seen.chunk
+        if even:
+            return found | {"cache_seqlens": reader.made(lengths)[:rows]}
+        if version.lengths == "cu_seqlens_k":
+            sums = derived.cu_seqlens_k(group if seen.is_compact else 0, self._stream)
+            found[version.lengths] = reader.made(sums)[: rows + 1]
+        else:
+            found[version.lengths] = reader.made(lengths)[:rows]
+        queries = view.max_query_tokens
+        if version.swaps_rows and (self._captured or view.num_tokens != rows):
+            queries = max(2, queries)  # with 1 row r would be given query r, and rows without a query push the others up
+        maxima = {"max_seqlen_q": queries, "max_seqlen_k": longest}
+        return found | {"cu_seqlens_q": reader.made(view.cu_seqlens_q)[: rows + 1]} | {n: maxima[n] for n in version.maxima}
