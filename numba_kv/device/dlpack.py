@@ -100,13 +100,20 @@ _PyCapsule_GetPointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, cty
 
 
 class _Owner:
-    """What an exported array holds: the tensor, under NumPy's array protocol as unsigned integers of the same size."""
+    """What an exported array holds: the tensor, under NumPy's array protocol as unsigned integers of the same size.
 
-    __slots__ = ("__array_interface__", "_tensor")
+    Attributes
+    ----------
+    memory : object
+        Set when the tensor's memory is closed before the array is let go of: what frees it then.
+    """
+
+    __slots__ = ("__array_interface__", "__weakref__", "_tensor", "memory")
 
     def __init__(self, tensor: Tensor) -> None:
         size = tensor.dtype.itemsize
         self._tensor = tensor
+        self.memory: Any = None
         self.__array_interface__ = {
             "shape": tensor.shape,
             "typestr": f"{'|' if size == 1 else '<'}u{size}",
@@ -125,7 +132,9 @@ def to_capsule(tensor: Tensor) -> Any:
     """Return a capsule that shares the tensor's memory; the tensor lives until the consumer is done."""
     import numpy as np
 
-    capsule = np.asarray(_Owner(tensor)).__dlpack__()  # looks at no element, so that the memory may be a device's
+    owner = _Owner(tensor)
+    tensor._memory.lend(owner)
+    capsule = np.asarray(owner).__dlpack__()  # looks at no element, so that the memory may be a device's
     shared = _DLTensor.from_address(_PyCapsule_GetPointer(capsule, b"dltensor"))  # what the managed record begins with
     shared.device = _Device(*device_of(tensor))
     shared.dtype = _Type(_CODES[tensor.dtype.name], tensor.dtype.itemsize * 8, 1)
