@@ -19,7 +19,7 @@ from numba_kv.dtypes import dtype
 from numba_kv.errors import ConfigError, InputError, InteropError, StateError
 from numba_kv.geometry import INT32_MAX
 
-__all__ = ["FlashAttention", "FlashStep"]
+__all__ = ["FlashAttention", "FlashStep", "is_installed"]
 
 _HALF = ("float16", "bfloat16")
 _FLOAT8 = "float8_e4m3"
@@ -84,6 +84,15 @@ _VERSIONS = {
 }
 
 
+def is_installed(version: str) -> bool:
+    """Return whether the functions of a version can be imported here; versions as in `FlashAttention`."""
+    try:
+        _function(_checked(version), even=False)
+    except InteropError:
+        return False
+    return True
+
+
 class FlashAttention:
     """Arguments of one version of FlashAttention for the steps of a batch. Borrows pools, tables and scales.
 
@@ -127,9 +136,7 @@ class FlashAttention:
         compact: bool = False,
         arrays: Callable[[Any], Any] | None = None,
     ) -> None:
-        if version not in _VERSIONS:
-            raise InputError(f"version: {version!r} is not one of {', '.join(map(repr, _VERSIONS))}")
-        self._version = _VERSIONS[version]
+        self._version = _checked(version)
         self._reader = reader = PagedReader(batch, self._version.consumer, arrays)
         if io is not None and (not isinstance(io, KVIO) or io._caches is not reader.caches):
             raise InputError(f"io: {io!r} is not a KVIO of this batch's caches; KVIO(caches) makes one")
@@ -167,12 +174,7 @@ class FlashAttention:
         InteropError
             If the library is not installed.
         """
-        version = self._version
-        name = version.even if even else version.ragged
-        try:
-            return getattr(import_module(version.module), name or version.ragged)
-        except (ImportError, AttributeError) as error:
-            raise InteropError(f"{version.consumer.name}: no {version.module}.{name} is installed here ({error})") from error
+        return _function(self._version, even=even)
 
     def _scales(self, layer: int, rows: int) -> dict[str, Any]:
         """Return a float8 layer's scales of K and V, float32 [rows, H] without a copy for each row."""
@@ -309,3 +311,17 @@ class FlashStep:
             queries = max(2, queries)  # with 1 row r would be given query r, and rows without a query push the others up
         maxima = {"max_seqlen_q": queries, "max_seqlen_k": longest}
         return found | {"cu_seqlens_q": reader.made(view.cu_seqlens_q)[: rows + 1]} | {n: maxima[n] for n in version.maxima}
+
+
+def _checked(version: str) -> _Version:
+    if version not in _VERSIONS:
+        raise InputError(f"version: {version!r} is not one of {', '.join(map(repr, _VERSIONS))}")
+    return _VERSIONS[version]
+
+
+def _function(version: _Version, *, even: bool) -> Any:
+    name = version.even if even and version.even is not None else version.ragged
+    try:
+        return getattr(import_module(version.module), name)
+    except (ImportError, AttributeError) as error:
+        raise InteropError(f"{version.consumer.name}: no {version.module}.{name} is installed here ({error})") from error
