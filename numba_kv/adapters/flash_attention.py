@@ -123,6 +123,9 @@ class FlashAttention:
     -----
     Layers are checked when they are first asked for; what the version cannot read (page size, head size, element type) is a
     ConfigError that names it, what it cannot mask an InputError.
+
+    Stream: the library runs on torch's current stream. Make that the resources' own (``create_for_llm(..., stream=)``), or
+    let it wait.
     """
 
     needs_host_lengths = False

@@ -53,6 +53,11 @@ class FlashInfer:
     ------
     InputError
         If an argument is something else.
+
+    Notes
+    -----
+    Stream: the library runs on torch's current stream. Make that the resources' own (``create_for_llm(..., stream=)``), or
+    let it wait.
     """
 
     needs_host_lengths = True
