@@ -158,7 +158,8 @@ class FlashAttention:
             Of the current step.
         captured : bool
             For a graph that runs again: all rows of the batch, and bounds that hold for all its steps, instead of this step's.
-            The graph's steps append as many tokens a row as `view` has.
+            The graph's steps append as many tokens a row as `view` has. Ask for every layer once before the capture, so that
+            the forms that they need are there.
         stream : stream, optional
             Where derived forms are enqueued: one that is being captured, or the resources' stream (default).
 
@@ -181,13 +182,12 @@ class FlashAttention:
 
     def _scales(self, layer: int, rows: int) -> dict[str, Any]:
         """Return a float8 layer's scales of K and V, float32 [rows, H] without a copy for each row."""
-        pool = self._reader.caches.kv(layer)
+        if self._reader.caches.plan.config.kv_cache_dtype != _FLOAT8:
+            return {}
         if self._io is None:
-            if pool.dtype.name != _FLOAT8:
-                return {}
             raise StateError(f"layer {layer} is stored as {_FLOAT8}, whose scales are in KVIO: give FlashAttention its io=")
         self._io._guard.check_open()
-        factors, heads = self._io._factors(layer, dtype("float32"), False), pool.shape[3]
+        factors, heads = self._io._factors(layer, dtype("float32"), False), self._reader.storage(layer).num_kv_heads
         if factors is None:
             return {}
         found = {}
@@ -212,7 +212,7 @@ class FlashStep:
         plan = reader.caches.plan.config
         self._rows = plan.max_batch_size if captured else view.num_rows
         self._longest = plan.max_kv_cache_capacity if captured else view.kv_len_upper
-        self._shared: dict[tuple[int, SeenKeys, bool], dict[str, Any]] = {}
+        self._shared: dict[tuple[int, bool], dict[str, Any]] = {}
 
     def ragged(self, layer: int) -> dict[str, Any]:
         """Return the arguments of a layer for q [T, Hq, D] in the step's order, rows of any number of tokens.
@@ -275,15 +275,15 @@ class FlashStep:
 
     def _arguments(self, layer: int, *, even: bool) -> dict[str, Any]:
         owner, reader = self._owner, self._reader
-        seen = reader.seen(layer, self._view)
-        if owner._compact and seen.left >= 0:
-            seen = SeenKeys(seen.left, is_compact=True)
-        key = (reader.storage(layer).group, seen, even)
+        key = (reader.storage(layer).group, even)
         if key not in self._shared:
-            self._shared[key] = self._group_arguments(*key)
-        names = (owner._version.pools, ("k_cache", "v_cache"))[even]
-        pools = dict(zip(names, reader.pools(layer), strict=True))
-        return pools | self._shared[key] | owner._scales(layer, self._rows)
+            seen = reader.seen(layer, self._view)
+            if owner._compact and seen.left >= 0:
+                seen = SeenKeys(seen.left, is_compact=True)
+            self._shared[key] = self._group_arguments(key[0], seen, even)
+        k_name, v_name = ("k_cache", "v_cache") if even else owner._version.pools
+        k, v = reader.pools(layer)
+        return {k_name: k, v_name: v, **self._shared[key], **owner._scales(layer, self._rows)}
 
     def _group_arguments(self, group: int, seen: SeenKeys, even: bool) -> dict[str, Any]:
         """Return the arguments that all layers of a group share."""

@@ -110,15 +110,18 @@ class PagedReader:
         self.consumer = consumer
         self.arrays = as_torch if arrays is None else arrays
         self.caches = next(c for c in batch.resources.cache_managers if c.step_buffers is batch._buffers)
+        self._storages: dict[int, LayerStorage] = {}  # of layers that were found readable
         self._pools: dict[int, tuple[Any, Any]] = {}
         self._made: dict[int, Any] = {}
 
     def storage(self, layer: int) -> LayerStorage:
         """Return how a layer is stored, if the library can read it. Raises as `Consumer.check`."""
-        storage = self.caches.storage(layer)
-        if layer not in self._pools:
-            self.consumer.check(layer, self.caches.kv(layer), storage)
-        return storage
+        found = self._storages.get(layer) if type(layer) is int else None
+        if found is None:
+            found = self.caches.storage(layer)
+            self.consumer.check(layer, self.caches.kv(layer), found)
+            self._storages[layer] = found
+        return found
 
     def pools(self, layer: int) -> tuple[Any, Any]:
         """Return K and V of a layer, [N, P, H, D] each, as the library's arrays; made once."""

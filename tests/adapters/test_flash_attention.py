@@ -290,6 +290,51 @@ def test_a_library_that_is_not_installed_is_named(version: str) -> None:
 
 
 @pytest.mark.gpu
+def test_arguments_inside_a_graph_of_torch_stay_right() -> None:
+    """What a captured kernel reads through them in replay after replay: the table and lengths of that step."""
+    torch = pytest.importorskip("torch", reason="torch is not installed (pip install 'numba-kv[interop]')")
+    stream, steps = torch.cuda.Stream(), 30
+    with (
+        torch.cuda.stream(stream),
+        kv.SharedResources.create_for_llm(model_of(4, None, 6), target="cuda", stream=stream) as res,
+        kv.Batch(res) as batch,
+    ):
+        a, b = batch.update(admit=[40, 9])
+        batch.step({a: 40, b: 9})
+        view = batch.step(1)
+        flash = FlashAttention(batch, "vllm_fa2", compact=True)
+        with pytest.raises(kv.ConfigError, match="page_tokens"):
+            flash.step(view).ragged(0)
+        flash = FlashAttention(batch, "vllm_fa3", compact=True)
+        before = flash.step(view, captured=True).ragged(1)  # derived forms are there before the capture
+        tables = torch.zeros((steps, *before["block_table"].shape), dtype=torch.int32, device="cuda")
+        lengths = torch.zeros((steps, 4), dtype=torch.int32, device="cuda")
+        count = torch.zeros(1, dtype=torch.int64, device="cuda")
+        tables.index_copy_(0, count, before["block_table"][None])
+        lengths.index_copy_(0, count, before["seqused_k"][None])
+        count.add_(1).zero_()
+        graph = torch.cuda.CUDAGraph()
+        batch.reserve(steps)
+        with torch.cuda.graph(graph, stream=stream):
+            batch.enqueue_step(stream)
+            found = flash.step(view, captured=True, stream=stream).ragged(1)
+            tables.index_copy_(0, count, found["block_table"][None])
+            lengths.index_copy_(0, count, found["seqused_k"][None])
+            count.add_(1)
+        for _ in range(steps):
+            graph.replay()
+        batch.advanced(steps)
+        blocks, group = batch._buffers.block_tables[1].to_host(), batch.plan.groups[1]
+        for step in range(steps):
+            for row, length in ((0, 42 + step), (1, 11 + step)):
+                begin, end = group.window.lowest_key(length - 1) // 4, -(-length // 4)
+                assert lengths[step, row].item() == length - 4 * begin
+                assert tables[step, row, : end - begin].tolist() == blocks[row, begin:end].tolist()
+            assert lengths[step, 2:].tolist() == [0, 0]
+        del graph
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize(("version", "page"), [("fa2", 256), ("fa3", 16), ("fa4", 16), ("vllm_fa2", 16), ("vllm_fa3", 16)])
 def test_the_library_itself(version: str, page: int) -> None:
     torch = pytest.importorskip("torch", reason="torch is not installed (pip install 'numba-kv[interop]')")
