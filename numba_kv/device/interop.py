@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["as_tensor"]
 
 
-def as_tensor(device: Device, value: Any, name: str) -> Tensor:
+def as_tensor(device: Device, value: Any, name: str, *, ordered: bool = False) -> Tensor:
     """Return `value` as a Tensor of `device` that shares its memory and keeps it alive.
 
     Parameters
@@ -31,6 +31,9 @@ def as_tensor(device: Device, value: Any, name: str) -> Tensor:
         ``__cuda_array_interface__`` (Numba). An array that its library takes as constant (JAX) is for reading.
     name : str
         Of the argument, for messages.
+    ordered : bool
+        Whether the device's own stream is made to wait for what the array's library has enqueued so far, as far as the library
+        tells (by DLPack, or the stream of its interface). Not while either stream is being captured.
 
     Raises
     ------
@@ -38,7 +41,7 @@ def as_tensor(device: Device, value: Any, name: str) -> Tensor:
         If it is not such an array, lies elsewhere than on the device, or is of an element type or byte order that the library
         does not know.
 
-    Stream: orders nothing; the array must be written on the resources' stream, or that stream be made to wait.
+    Stream: orders nothing unless `ordered`: the array must be written on the resources' stream, or that be made to wait.
     """
     if isinstance(value, Tensor):
         if value.device is not device:
@@ -51,7 +54,7 @@ def as_tensor(device: Device, value: Any, name: str) -> Tensor:
         if isinstance(value, np.ndarray):
             return _from_interface(device, value, value.__array_interface__, name)
         if hasattr(value, "__dlpack__"):
-            return _from_dlpack(device, value, name)
+            return _from_dlpack(device, value, name, None)
         raise InteropError(f"{name}: {type(value).__name__} is not an array in host memory (a NumPy array, or __dlpack__)")
     can_export = hasattr(value, "__dlpack__")
     try:
@@ -60,22 +63,26 @@ def as_tensor(device: Device, value: Any, name: str) -> Tensor:
         if not can_export:
             raise InteropError(f"{name}: {type(value).__name__} is not an array in device memory ({error})") from error
         interface = None
-    if interface is not None and not (can_export and np.dtype(interface["typestr"]).kind == "V"):
+    # the interface has no word for bfloat16 and float8, and torch's none for its stream
+    if can_export and (interface is None or ordered or np.dtype(interface["typestr"]).kind == "V"):
+        return _from_dlpack(device, value, name, device.stream.handle if ordered else -1)
+    if interface is not None:
+        stream = interface.get("stream")
+        if ordered and stream is not None:
+            device.stream.wait(device.as_stream(int(stream)).record())
         return _from_interface(device, value, interface, name)
-    if can_export:  # the interface has no word for bfloat16 and float8
-        return _from_dlpack(device, value, name)
     raise InteropError(
         f"{name}: {type(value).__name__} is not an array in device memory (__cuda_array_interface__ or __dlpack__)"
     )
 
 
-def _from_dlpack(device: Device, value: Any, name: str) -> Tensor:
+def _from_dlpack(device: Device, value: Any, name: str, stream: int | None) -> Tensor:
+    """Return an array by DLPack; `stream` waits for it, and -1 is nobody: who is captured waits for no other stream."""
     is_cuda = device.target == "cuda"
     try:
         kind, ordinal = value.__dlpack_device__()
         wanted = int(kind) in ((CUDA, CUDA_MANAGED) if is_cuda else (CPU, CUDA_HOST))
-        # -1: the producer orders nothing; nobody who is captured waits for a stream that is not
-        capsule = (value.__dlpack__(stream=-1) if is_cuda else value.__dlpack__()) if wanted else None
+        capsule = (value.__dlpack__(stream=stream) if is_cuda else value.__dlpack__()) if wanted else None
     except (AttributeError, TypeError, ValueError, RuntimeError, BufferError) as error:
         raise InteropError(f"{name}: {type(value).__name__} cannot be exchanged ({error})") from error
     if not wanted or (is_cuda and kind == CUDA and ordinal != device.ordinal):

@@ -105,16 +105,12 @@ def test_a_tensor_becomes_an_array_of_the_same_memory(kind: str, library: Librar
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_array_becomes_a_tensor_of_the_same_memory(kind: str, library: Library, device: Device, target: str) -> None:
+def test_an_array_becomes_a_tensor_of_the_same_memory(kind: str, library: Library, device: Device) -> None:
     if library.take is to_cupy and dtype(kind).is_extension:
         pytest.skip("CuPy lacks the element type")
     array = library.make(numbers(kind))
-    tensor = as_tensor(device, array, "array")
+    tensor = as_tensor(device, array, "array", ordered=True)
     assert (tensor.address, tensor.dtype.name, tensor.shape) == (library.address(array), kind, (4, 6))
-    if target == "cuda" and library.take is to_torch:
-        import torch
-
-        torch.cuda.synchronize()
     assert np.array_equal(tensor.to_host(), numbers(kind))
 
 
@@ -141,6 +137,38 @@ def test_a_tensor_outlives_the_array(library: Library, device: Device) -> None:
     others = [library.make(np.zeros(1 << 18, np.int32)) for _ in range(3)]
     assert view.to_host().tolist() == [7] * 4
     del others
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["int32", "bfloat16"])
+def test_the_device_s_stream_waits_for_the_array_s(kind: str, device: Device) -> None:
+    torch = pytest.importorskip("torch", reason="torch is not installed (pip install 'numba-kv[interop]')")
+    array = torch.zeros(1 << 10, dtype=getattr(torch, kind), device="cuda")
+    busy, side = torch.zeros(1 << 27, device="cuda"), torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(side):
+        for _ in range(100):
+            busy.add_(1)
+        array.fill_(3)
+        tensor = as_tensor(device, array, "array", ordered=True)
+        assert not side.query(), "the delay was too short to show anything"
+    assert (tensor.to_host().astype(np.float32) == 3).all()
+
+
+@pytest.mark.gpu
+def test_the_stream_of_an_interface_is_waited_for(device: Device) -> None:
+    torch = pytest.importorskip("torch", reason="torch is not installed (pip install 'numba-kv[interop]')")
+    array = torch.zeros(1 << 10, dtype=torch.int32, device="cuda")
+    busy, side = torch.zeros(1 << 27, device="cuda"), torch.cuda.Stream()
+    interface = {**array.__cuda_array_interface__, "stream": side.cuda_stream, "version": 3}
+    torch.cuda.synchronize()
+    with torch.cuda.stream(side):
+        for _ in range(100):
+            busy.add_(1)
+        array.fill_(3)
+    tensor = as_tensor(device, SimpleNamespace(__cuda_array_interface__=interface, keep=array), "array", ordered=True)
+    assert not side.query(), "the delay was too short to show anything"
+    assert (tensor.to_host() == 3).all()
 
 
 def test_an_array_is_let_go_of_with_the_last_tensor(device: Device, target: str) -> None:
