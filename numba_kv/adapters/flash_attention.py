@@ -61,26 +61,55 @@ class _Version:
 
 
 _VARLEN, _CACHED = "flash_attn_varlen_func", "flash_attn_with_kvcache"
-_VLLM = ("vllm.vllm_flash_attn", _VARLEN, None, ("k", "v"), "block_table", "seqused_k", ("max_seqlen_q", "max_seqlen_k"))
+_VLLM: dict[str, Any] = {
+    "module": "vllm.vllm_flash_attn",
+    "ragged": _VARLEN,
+    "even": None,
+    "pools": ("k", "v"),
+    "table": "block_table",
+    "lengths": "seqused_k",
+    "maxima": ("max_seqlen_q", "max_seqlen_k"),
+}
 _VERSIONS = {
     "fa2": _Version(
-        Consumer("FlashAttention 2", _HALF, page_multiple=256),
-        *("flash_attn", _VARLEN, _CACHED, ("k", "v"), "block_table", "cu_seqlens_k", ("max_seqlen_q", "max_seqlen_k")),
+        consumer=Consumer("FlashAttention 2", _HALF, page_multiple=256),
+        module="flash_attn",
+        ragged=_VARLEN,
+        even=_CACHED,
+        pools=("k", "v"),
+        table="block_table",
+        lengths="cu_seqlens_k",
+        maxima=("max_seqlen_q", "max_seqlen_k"),
         swaps_rows=True,
     ),
     "fa3": _Version(
-        Consumer("FlashAttention 3", (*_HALF, _FLOAT8), has_chunks=True),
-        *("flash_attn_interface", _CACHED, _CACHED, ("k_cache", "v_cache"), "page_table", "cache_seqlens", ("max_seqlen_q",)),
+        consumer=Consumer("FlashAttention 3", (*_HALF, _FLOAT8), has_chunks=True),
+        module="flash_attn_interface",
+        ragged=_CACHED,
+        even=_CACHED,
+        pools=("k_cache", "v_cache"),
+        table="page_table",
+        lengths="cache_seqlens",
+        maxima=("max_seqlen_q",),
     ),
     "fa4": _Version(
-        Consumer("FlashAttention 4", _HALF),
-        *("flash_attn.cute.interface", _VARLEN, None, ("k", "v"), "page_table", "seqused_k", ()),
+        consumer=Consumer("FlashAttention 4", _HALF),
+        module="flash_attn.cute.interface",
+        ragged=_VARLEN,
+        even=None,
+        pools=("k", "v"),
+        table="page_table",
+        lengths="seqused_k",
+        maxima=(),
         no_window=(None, None),
     ),
     "vllm_fa2": _Version(
-        Consumer("vLLM's FlashAttention 2", _HALF, page_multiple=16), *_VLLM, swaps_rows=True, options={"fa_version": 2}
+        consumer=Consumer("vLLM's FlashAttention 2", _HALF, page_multiple=16),
+        **_VLLM,
+        swaps_rows=True,
+        options={"fa_version": 2},
     ),
-    "vllm_fa3": _Version(Consumer("vLLM's FlashAttention 3", (*_HALF, _FLOAT8)), *_VLLM, options={"fa_version": 3}),
+    "vllm_fa3": _Version(consumer=Consumer("vLLM's FlashAttention 3", (*_HALF, _FLOAT8)), **_VLLM, options={"fa_version": 3}),
 }
 
 
@@ -317,7 +346,7 @@ class FlashStep:
 
 
 def _checked(version: str) -> _Version:
-    if version not in _VERSIONS:
+    if not isinstance(version, str) or version not in _VERSIONS:
         raise InputError(f"version: {version!r} is not one of {', '.join(map(repr, _VERSIONS))}")
     return _VERSIONS[version]
 
