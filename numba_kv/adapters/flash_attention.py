@@ -7,11 +7,10 @@ and whatever entry they load on the way is a page of the row. W counts the query
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from importlib import import_module
 from typing import Any
 
-from numba_kv.adapters.paged_reading import Consumer, PagedReader, SeenKeys
+from numba_kv.adapters.flash_versions import function_of, version_of
+from numba_kv.adapters.paged_reading import PagedReader, SeenKeys
 from numba_kv.batch import Batch, StepView
 from numba_kv.cache import KVIO
 from numba_kv.device import Tensor
@@ -21,102 +20,13 @@ from numba_kv.geometry import INT32_MAX
 
 __all__ = ["FlashAttention", "FlashStep", "is_installed"]
 
-_HALF = ("float16", "bfloat16")
 _FLOAT8 = "float8_e4m3"
-
-
-@dataclass(frozen=True, slots=True)
-class _Version:
-    """A version's functions and what it calls things.
-
-    Attributes
-    ----------
-    consumer : Consumer
-        What its kernels can read.
-    module, ragged, even : str
-        Where its functions are: for q [T, Hq, D] with `cu_seqlens_q`, and for q [rows, tokens, Hq, D] (None: there is none).
-    pools, table, lengths : str
-        Names of K and V, of the table and of the rows' lengths in `ragged`.
-    maxima : tuple of str
-        Names of the bounds that `ragged` takes: of queries and of keys.
-    no_window : tuple
-        What it takes for no window.
-    swaps_rows : bool
-        Whether rows of one query are taken from q by their number, which is wrong where a row has no query.
-    options : dict
-        Arguments that are always the same.
-    """
-
-    consumer: Consumer
-    module: str
-    ragged: str
-    even: str | None
-    pools: tuple[str, str]
-    table: str
-    lengths: str
-    maxima: tuple[str, ...]
-    no_window: tuple[int | None, int | None] = (-1, -1)
-    swaps_rows: bool = False
-    options: dict[str, Any] = field(default_factory=dict)
-
-
-_VARLEN, _CACHED = "flash_attn_varlen_func", "flash_attn_with_kvcache"
-_VLLM: dict[str, Any] = {
-    "module": "vllm.vllm_flash_attn",
-    "ragged": _VARLEN,
-    "even": None,
-    "pools": ("k", "v"),
-    "table": "block_table",
-    "lengths": "seqused_k",
-    "maxima": ("max_seqlen_q", "max_seqlen_k"),
-}
-_VERSIONS = {
-    "fa2": _Version(
-        consumer=Consumer("FlashAttention 2", _HALF, page_multiple=256),
-        module="flash_attn",
-        ragged=_VARLEN,
-        even=_CACHED,
-        pools=("k", "v"),
-        table="block_table",
-        lengths="cu_seqlens_k",
-        maxima=("max_seqlen_q", "max_seqlen_k"),
-        swaps_rows=True,
-    ),
-    "fa3": _Version(
-        consumer=Consumer("FlashAttention 3", (*_HALF, _FLOAT8), has_chunks=True),
-        module="flash_attn_interface",
-        ragged=_CACHED,
-        even=_CACHED,
-        pools=("k_cache", "v_cache"),
-        table="page_table",
-        lengths="cache_seqlens",
-        maxima=("max_seqlen_q",),
-    ),
-    "fa4": _Version(
-        consumer=Consumer("FlashAttention 4", _HALF),
-        module="flash_attn.cute.interface",
-        ragged=_VARLEN,
-        even=None,
-        pools=("k", "v"),
-        table="page_table",
-        lengths="seqused_k",
-        maxima=(),
-        no_window=(None, None),
-    ),
-    "vllm_fa2": _Version(
-        consumer=Consumer("vLLM's FlashAttention 2", _HALF, page_multiple=16),
-        **_VLLM,
-        swaps_rows=True,
-        options={"fa_version": 2},
-    ),
-    "vllm_fa3": _Version(consumer=Consumer("vLLM's FlashAttention 3", (*_HALF, _FLOAT8)), **_VLLM, options={"fa_version": 3}),
-}
 
 
 def is_installed(version: str) -> bool:
     """Return whether the functions of a version can be imported here; versions as in `FlashAttention`."""
     try:
-        _function(_checked(version), even=False)
+        function_of(version_of(version), even=False)
     except InteropError:
         return False
     return True
@@ -168,7 +78,7 @@ class FlashAttention:
         compact: bool = False,
         arrays: Callable[[Any], Any] | None = None,
     ) -> None:
-        self._version = _checked(version)
+        self._version = version_of(version)
         self._reader = reader = PagedReader(batch, self._version.consumer, arrays)
         if io is not None and (not isinstance(io, KVIO) or io._caches is not reader.caches):
             raise InputError(f"io: {io!r} is not a KVIO of this batch's caches; KVIO(caches) makes one")
@@ -207,7 +117,7 @@ class FlashAttention:
         InteropError
             If the library is not installed.
         """
-        return _function(self._version, even=even)
+        return function_of(self._version, even=even)
 
     def _scales(self, layer: int, rows: int) -> dict[str, Any]:
         """Return a float8 layer's scales of K and V, float32 [rows, H] without a copy for each row."""
@@ -343,17 +253,3 @@ class FlashStep:
             queries = max(2, queries)  # with 1 row r would be given query r, and rows without a query push the others up
         maxima = {"max_seqlen_q": queries, "max_seqlen_k": longest}
         return found | {"cu_seqlens_q": reader.made(view.cu_seqlens_q)[: rows + 1]} | {n: maxima[n] for n in version.maxima}
-
-
-def _checked(version: str) -> _Version:
-    if not isinstance(version, str) or version not in _VERSIONS:
-        raise InputError(f"version: {version!r} is not one of {', '.join(map(repr, _VERSIONS))}")
-    return _VERSIONS[version]
-
-
-def _function(version: _Version, *, even: bool) -> Any:
-    name = version.even if even and version.even is not None else version.ragged
-    try:
-        return getattr(import_module(version.module), name)
-    except (ImportError, AttributeError) as error:
-        raise InteropError(f"{version.consumer.name}: no {version.module}.{name} is installed here ({error})") from error
