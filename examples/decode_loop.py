@@ -7,6 +7,7 @@ when a sequence has its tokens, its row goes to the next prompt. At the end ever
 """
 
 import math
+import warnings
 
 import numba
 import numpy as np
@@ -56,6 +57,7 @@ def compiled(device):
         return loop, kv.Tensor.numpy
     from numba import cuda
 
+    warnings.filterwarnings("ignore", message=".*under-utilization")  # two rows do not fill a GPU
     body, stream = cuda.jit(attend, device=True), cuda.external_stream(device.stream.handle)
 
     @cuda.jit

@@ -1,4 +1,7 @@
-"""Tensors of numba_kv as arrays of JAX, without a copy. Arrays of JAX are taken as they are, for reading."""
+"""Tensors of numba_kv as arrays of JAX, without a copy. Arrays of JAX are taken as they are, for reading.
+
+JAX takes most of a GPU's memory when it starts; with ``XLA_PYTHON_CLIENT_PREALLOCATE=false`` it leaves room for pools.
+"""
 
 from __future__ import annotations
 

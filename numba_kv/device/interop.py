@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
 __all__ = ["as_tensor"]
 
+#: Libraries whose DLPack takes -1 for "order nothing"; JAX takes it for the address of a stream.
+_SKIPPING = ("torch", "cupy")
+
 
 def as_tensor(device: Device, value: Any, name: str, *, ordered: bool = False) -> Tensor:
     """Return `value` as a Tensor of `device` that shares its memory and keeps it alive.
@@ -59,13 +62,14 @@ def as_tensor(device: Device, value: Any, name: str, *, ordered: bool = False) -
     can_export = hasattr(value, "__dlpack__")
     try:
         interface = getattr(value, "__cuda_array_interface__", None)
-    except (TypeError, RuntimeError, BufferError) as error:
+    except (KeyError, TypeError, ValueError, RuntimeError, BufferError) as error:  # torch: of an element type, or a gradient
         if not can_export:
             raise InteropError(f"{name}: {type(value).__name__} is not an array in device memory ({error})") from error
         interface = None
     # the interface has no word for bfloat16 and float8, and torch's none for its stream
     if can_export and (interface is None or ordered or np.dtype(interface["typestr"]).kind == "V"):
-        return _from_dlpack(device, value, name, device.stream.handle if ordered else -1)
+        can_skip = not ordered and type(value).__module__.partition(".")[0] in _SKIPPING
+        return _from_dlpack(device, value, name, -1 if can_skip else device.stream.handle)
     if interface is not None:
         stream = interface.get("stream")
         if ordered and stream is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -57,6 +58,7 @@ def torch_library(target: str) -> Library:
 
 
 def jax_library(target: str) -> Library:
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # else it takes most of the GPU's memory
     jax = pytest.importorskip("jax", reason="JAX is not installed (pip install jax)")
     if jax.default_backend() != ("gpu" if target == "cuda" else "cpu"):
         pytest.skip(f"this JAX works on {jax.default_backend()}")
@@ -109,6 +111,7 @@ def test_an_array_becomes_a_tensor_of_the_same_memory(kind: str, library: Librar
     if library.take is to_cupy and dtype(kind).is_extension:
         pytest.skip("CuPy lacks the element type")
     array = library.make(numbers(kind))
+    as_tensor(device, array, "array")
     tensor = as_tensor(device, array, "array", ordered=True)
     assert (tensor.address, tensor.dtype.name, tensor.shape) == (library.address(array), kind, (4, 6))
     assert np.array_equal(tensor.to_host(), numbers(kind))
