@@ -90,9 +90,9 @@ def _from_dlpack(device: Device, value: Any, name: str, stream: int | None) -> T
     except (AttributeError, TypeError, ValueError, RuntimeError, BufferError) as error:
         raise InteropError(f"{name}: {type(value).__name__} cannot be exchanged ({error})") from error
     if not wanted or (is_cuda and kind == CUDA and ordinal != device.ordinal):
-        places = {CPU: "host memory", CUDA_HOST: "host memory", CUDA: f"the memory of GPU {ordinal}"}
+        places = {CPU: "host memory", CUDA_HOST: "host memory", CUDA: f"the memory of device {ordinal}"}
         place = places.get(int(kind), f"memory of DLPack's device type {int(kind)}")
-        where = f"that of GPU {device.ordinal}" if is_cuda else "host memory"
+        where = f"that of device {device.ordinal}" if is_cuda else "host memory"
         raise InteropError(f"{name}: the array lies in {place}, not in {where}; move it there")
     found = read_capsule(capsule, name)
     if found.strides is not None and min(found.strides, default=0) < 0:

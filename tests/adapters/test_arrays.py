@@ -274,7 +274,7 @@ class Elsewhere:
 
 
 @pytest.mark.parametrize(
-    ("kind", "place"), [(2, "the memory of GPU 1"), (13, "device type 13"), (10, "device type 10"), (1, "host memory")]
+    ("kind", "place"), [(2, "the memory of device 1"), (13, "device type 13"), (10, "device type 10"), (1, "host memory")]
 )
 def test_memory_elsewhere_is_refused_without_asking_for_it(kind: int, place: str, device: Device, target: str) -> None:
     if (kind in (1, 3)) == (target != "cuda") or (kind in (2, 13) and target == "cuda"):
