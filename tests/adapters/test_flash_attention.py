@@ -99,6 +99,21 @@ def test_every_row_of_every_step(version: str, page: int, window: int, compact: 
         assert evens >= 6 or version not in EVEN
 
 
+@pytest.mark.parametrize("compact", [False, True])
+def test_lengths_that_only_the_device_knows(compact: bool) -> None:
+    """Drafts of three tokens, of which the device keeps some: the host has bounds, the kernels read the lengths."""
+    with written(model_of(4, None, 6)) as model:
+        flash, random = FlashAttention(model.batch, "vllm_fa3", compact=compact, arrays=as_it_is), np.random.default_rng(1)
+        rows = model.batch.update(admit=[9, 3])
+        model.step({s: s.pending_tokens for s in rows})
+        view = model.step(dict.fromkeys(rows, 3))
+        for _ in range(8):
+            view = model.step(dict.fromkeys(rows, 3), {s: int(random.integers(0, 4)) for s in rows})
+            assert not view.kv_len_is_exact
+            for layer in (0, 1):
+                compare(model, layer, model.queries(layer, view), flash.step(view).ragged(layer), vllm_varlen)
+
+
 def test_the_arguments_by_name() -> None:
     with written(model_of(256, None, 257)) as model:
         (a,) = model.batch.update(admit=[300])

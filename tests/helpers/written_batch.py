@@ -40,9 +40,18 @@ class WrittenBatch:
     def _owners(self) -> list[int]:
         return [i for i, layer in enumerate(self.config.layers) if layer.owns_kv]
 
-    def step(self, counts: dict[kv.Sequence, int]) -> kv.StepView:
-        """Append tokens and write their K and V."""
-        view = self.batch.step(counts)
+    def step(self, counts: dict[kv.Sequence, int], accepted: dict[kv.Sequence, int] | None = None) -> kv.StepView:
+        """Append tokens and write their K and V; of those of the last step the device keeps `accepted`, and tells nobody."""
+        driven = None
+        if accepted is not None:
+            driven = self.resources.device.tensor((self.config.max_batch_size,), dtype("int32"))
+            kept = np.zeros(driven.shape, np.int32)
+            for sequence, count in accepted.items():
+                kept[sequence.row] = count
+                for rows in self._held[sequence]:
+                    del rows[len(rows) - self.counts[sequence] + count :]
+            driven.fill_from(kept)
+        view = self.batch.step(counts, accepted=driven)
         self.counts = dict(sorted(counts.items(), key=lambda item: item[0].row))
         kind = self.config.kv_cache_dtype
         for layer in self._owners():
