@@ -57,6 +57,8 @@ class FlashAttention:
     ------
     InputError
         If an argument is something else.
+    StateError
+        If the batch is closed.
 
     Notes
     -----

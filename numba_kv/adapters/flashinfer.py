@@ -53,6 +53,8 @@ class FlashInfer:
     ------
     InputError
         If an argument is something else.
+    StateError
+        If the batch is closed.
 
     Notes
     -----

@@ -101,11 +101,14 @@ class PagedReader:
     ------
     InputError
         If `batch` is no Batch.
+    StateError
+        If it is closed.
     """
 
     def __init__(self, batch: Batch, consumer: Consumer, arrays: Callable[[Any], Any] | None) -> None:
         if not isinstance(batch, Batch):
             raise InputError(f"batch: {type(batch).__name__} given, a Batch wanted")
+        batch.guard.check_open()
         self.batch = batch
         self.consumer = consumer
         self.arrays = as_torch if arrays is None else arrays

@@ -15,6 +15,7 @@ import pytest
 import numba_kv as kv
 from numba_kv.adapters.flash_attention import FlashAttention
 from numba_kv.geometry import Window
+from tests.helpers.deployments import pair
 from tests.helpers.models import chunked, tiny_config
 from tests.helpers.paged_kernels import fa2_varlen, fa2_with_kvcache, fa3_with_kvcache, fa4_varlen, vllm_varlen
 from tests.helpers.written_batch import WrittenBatch, written
@@ -191,6 +192,18 @@ def test_layers_that_borrow_read_their_donor_s_pages_and_forms_are_made_once_a_s
         assert own["block_table"].address == model.batch.derived.compact(1).window_tables.address
 
 
+def test_a_draft_model_has_pools_and_tables_of_its_own() -> None:
+    base, draft = model_of(4, None, 6), model_of(8, None, max_kv_cache_capacity=131)
+    with kv.SharedResources.create_for_spec_decode(pair(base=base, draft=draft)) as resources:
+        for index, layers in ((0, 2), (1, 1)):
+            batch, caches = kv.Batch(resources, index=index), resources.cache_managers[index]
+            (row,) = batch.update(admit=[3])
+            step = FlashAttention(batch, "fa3", arrays=as_it_is).step(batch.step({row: 3}))
+            for layer in range(layers):
+                assert step.ragged(layer)["k_cache"].address == caches.k(layer).address
+            assert step.ragged(0)["page_table"].address == caches.step_buffers.block_tables[0].address
+
+
 @pytest.mark.parametrize("scales", [(0.5, 2.0), (np.array([0.5, 2.0], np.float32), np.array([1.0, 0.25], np.float32))])
 @pytest.mark.parametrize("version", ["fa3", "vllm_fa3"])
 def test_float8_comes_with_its_scales(version: str, scales: tuple[Any, Any]) -> None:
@@ -277,8 +290,9 @@ def test_bad_arguments(target: str) -> None:
         with pytest.raises(kv.InputError, match=r"fewer tokens than they have queries \(counts=\).*PagedAttention attends"):
             flash.step(view)
         model.batch.close()
-        with pytest.raises(kv.StateError, match="closed"):
-            flash.step(view)
+        for request in (lambda: flash.step(view), lambda: FlashAttention(model.batch, "fa3")):
+            with pytest.raises(kv.StateError, match="closed"):
+                request()
 
 
 def test_sums_of_lengths_that_pass_32_bits_are_refused() -> None:
