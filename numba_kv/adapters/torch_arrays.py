@@ -1,7 +1,6 @@
-"""Tensors of torch as tensors of numba_kv, without a copy.
+"""Tensors of torch as tensors of numba_kv, and the other way round, without a copy.
 
-`numba_kv.device.interop.as_tensor` takes what NumPy and the CUDA array protocol can say; bfloat16 is beyond both. Here torch is
-asked itself. The other way round, ``torch.from_dlpack(tensor)`` does it.
+`numba_kv.device.interop.as_tensor` takes tensors of torch too, through protocols. Here torch is asked itself, which costs less.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from numba_kv.errors import ConfigError, InteropError
 if TYPE_CHECKING:
     from numba_kv.device import Device
 
-__all__ = ["as_kv_tensor"]
+__all__ = ["as_kv_tensor", "to_torch"]
 
 
 def as_kv_tensor(device: Device, array: Any, name: str) -> Tensor:
@@ -58,3 +57,22 @@ def as_kv_tensor(device: Device, array: Any, name: str) -> Tensor:
 
         host_bytes = np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address)) if nbytes else np.empty(0, np.uint8)
     return Tensor(Memory(address, nbytes, host_bytes, array, MemoryStats()), device, kind, shape, strides=strides)
+
+
+def to_torch(tensor: Tensor) -> Any:
+    """Return a tensor as torch's, with the same memory, which lives as long as the result.
+
+    Float8 arrives as torch's float8, also in a torch whose DLPack does not know it.
+
+    Raises
+    ------
+    StateError
+        If the tensor's memory has been given back.
+
+    Stream: on `cuda` torch's current stream is made to wait for the work enqueued so far on the tensor's device.
+    """
+    import torch
+
+    if not tensor.dtype.name.startswith("float8"):
+        return torch.from_dlpack(tensor)
+    return torch.from_dlpack(tensor.as_storage()).view(getattr(torch, tensor.dtype.numpy_name))

@@ -102,7 +102,7 @@ class Batch(ReusingSequences):
                     self.stepper.launches.states = StateRows(caches.mamba_cache, self._buffers)
                 self._adapters = RowAdapters(None if index else resources.lora_manager, self._rows)
                 self._open_moves(caches.kv_cache, scrub)
-                self.derived = DerivedForms(self._buffers, self.guard, resources.taker(index))
+                self.derived = DerivedForms(self._buffers, self.guard, resources.taker(index), self.stepper)
                 self._open_reuse(reuse, index, scrub)
             except BaseException as error:
                 self.guard.is_closed = True

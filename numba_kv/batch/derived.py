@@ -6,21 +6,26 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from numba_kv.batch.arguments import integer
 from numba_kv.device import Tensor
 from numba_kv.device.graph import is_capturing
 from numba_kv.dtypes import dtype
 from numba_kv.errors import InputError, StateError
 from numba_kv.geometry import round_up
-from numba_kv.kernels.derived import compact_table, copy_indices, count_pages, split_table
+from numba_kv.kernels.derived import compact_table, copy_indices, count_pages, split_table, sum_lengths
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from numba_kv.batch.stepper import Stepper
     from numba_kv.cache.step_buffers import StepBuffers
     from numba_kv.device import Memory, Stream
     from numba_kv.device.guard import CallGuard
     from numba_kv.kernels.jit import Launch
 
-__all__ = ["CompactWindow", "DerivedForms", "KvIndices"]
+__all__ = ["CompactWindow", "DerivedForms", "HostIndices", "KvIndices"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +45,23 @@ class KvIndices:
     kv_indptr: Tensor
     kv_indices: Tensor
     last_page_len: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class HostIndices:
+    """What `KvIndices` of a group and a step's layout hold, but for the ids, as the host knows it: int32 NumPy arrays.
+
+    Attributes
+    ----------
+    cu_seqlens_q : ndarray [B + 1]
+        First token of each row in the step.
+    kv_indptr, last_page_len : ndarray [B + 1] and [B]
+        As in `KvIndices`.
+    """
+
+    cu_seqlens_q: NDArray[np.int32]
+    kv_indptr: NDArray[np.int32]
+    last_page_len: NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +89,9 @@ class DerivedForms:
     them in place, so a captured request stays valid.
     """
 
-    def __init__(self, buffers: StepBuffers, guard: CallGuard, take: Callable[[str, int], Memory]) -> None:
+    def __init__(self, buffers: StepBuffers, guard: CallGuard, take: Callable[[str, int], Memory], stepper: Stepper) -> None:
         self._buffers = buffers
+        self._stepper = stepper
         self._guard = guard
         self._take = take
         self._made: dict[tuple[str, int], tuple[Any, list[tuple[Launch, int]]]] = {}
@@ -113,12 +136,45 @@ class DerivedForms:
         form: Tensor = self._request("kv_block_tables", group, stream, self._make_split)
         return form
 
+    def cu_seqlens_k(self, group: int, stream: object | None = None) -> Tensor:
+        """Return the tokens of all rows before each row, int32 [B + 1]; parameters and errors as in `csr`.
+
+        Group 0 counts whole rows, a window group those of its compact table.
+
+        Stream: enqueues one kernel, for a window group two. Cost: O(rows squared) additions.
+        """
+        form: Tensor = self._request("cu_seqlens_k", group, stream, self._make_sums)
+        return form
+
+    def csr_on_host(self, group: int) -> HostIndices:
+        """Return where the rows of the last step begin in the CSR form, from what the host knows: nothing is read back.
+
+        Raises
+        ------
+        InputError
+            If there is no such group.
+        StateError
+            If the host only knows bounds of the lengths (`Batch.sync_lengths`), or steps were launched and not noted.
+
+        Stream: host only.
+        """
+        with self._guard:
+            plan = self._buffers.plan.groups[self._checked(group)]
+            counts, lengths, begin = self._stepper.exact_rows()
+            end, first = -(-lengths // plan.page_tokens), begin[plan.index]
+            pages = np.zeros_like(end) if plan.is_empty else end - first
+            last = np.where(pages > 0, lengths - (end - 1) * plan.page_tokens, 1)
+            return HostIndices(_sums(counts), _sums(pages), last.astype(np.int32))
+
+    def _checked(self, group: int) -> int:
+        groups, number = len(self._buffers.plan.groups), integer(group)
+        if number is None or not 0 <= number < groups:
+            raise InputError(f"group: {group!r} is not one of the {groups} window groups (0..{groups - 1})")
+        return number
+
     def _request(self, form: str, group: int, stream: object | None, make: Callable[[int], Any]) -> Any:
         with self._guard:
-            groups, number = len(self._buffers.plan.groups), integer(group)
-            if number is None or not 0 <= number < groups:
-                raise InputError(f"group: {group!r} is not one of the {groups} window groups (0..{groups - 1})")
-            device = self._buffers.device
+            number, device = self._checked(group), self._buffers.device
             target: Stream = device.stream if stream is None else device.as_capturing_stream(stream)
             if (form, number) not in self._made:
                 if is_capturing(target):
@@ -191,3 +247,21 @@ class DerivedForms:
             },
         )
         return form, [(launch, rows)]
+
+    def _make_sums(self, group: int) -> tuple[Tensor, list[tuple[Launch, int]]]:
+        rows = self._buffers.plan.config.max_batch_size
+        form = self._tensor(f"cu_seqlens_k.{group}", rows + 1)
+        lengths = self._buffers.lengths[0]
+        before: list[tuple[Launch, int]] = []
+        if group:
+            if ("compact", group) not in self._made:
+                self._made["compact", group] = self._make_compact(group)
+            compact, before = self._made["compact", group]
+            lengths = compact.window_seq_lens
+        launch = sum_lengths.bind(self._buffers.device, {"row_lengths": lengths, "cu_seqlens_k": form})
+        return form, [*before, (launch, rows + 1)]
+
+
+def _sums(counts: NDArray[np.int64]) -> NDArray[np.int32]:
+    """Return what lies before each of some counts, and their sum behind the last."""
+    return np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)

@@ -212,7 +212,8 @@ class Stepper:
         self.stats.page_blocks += leases
         live = np.flatnonzero(self.ledger.live)
         exact, upper = self.ledger.is_exact, int(self.ledger.hi.max())
-        view = StepView(self.buffers, int(live[-1]) + 1, total, longest, upper, exact, is_long)
+        from_device = driven is not None and driven.counts is not None
+        view = StepView(self.buffers, int(live[-1]) + 1, total, longest, upper, exact, is_long, from_device)
         if even and driven is None:
             self.stats.decode_steps += 1
             self._even.start(longest, counts, total, view, self._needs.steps_left(counts) * longest)
@@ -320,6 +321,19 @@ class Stepper:
         """Return the shortest and the longest that a row can be now; changes nothing."""
         ahead = self._even.repeats_since * int(self._even.counts[row])
         return int(self.ledger.lo[row]) + ahead, int(self.ledger.hi[row]) + ahead
+
+    def exact_rows(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+        """Return tokens of the last step [B], lengths [B] and first mapped pages [G, B], as the device has them.
+
+        Raises
+        ------
+        StateError
+            If the host only knows bounds, or steps were launched and not noted.
+        """
+        self.begin()
+        if not self.ledger.is_exact:
+            raise StateError("the device decided about lengths that the host does not know; call sync_lengths() first")
+        return np.maximum(self._layout, 0), self.ledger.lo, self.ledger.mapped_begin
 
     def counters(self) -> BatchStats:
         """Return a copy of the counters, pages rotated by sequences that are still active included; changes nothing."""

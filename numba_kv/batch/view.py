@@ -32,9 +32,20 @@ class StepView(Unique):
         Whether the longest row has just that length.
     is_long : bool
         Whether a row appended more than `max_step_tokens`.
+    counts_from_device : bool
+        Whether the device decided how many of its tokens a row really appended: those behind them have no place.
     """
 
-    __slots__ = ("buffers", "is_long", "kv_len_is_exact", "kv_len_upper", "max_query_tokens", "num_rows", "num_tokens")
+    __slots__ = (
+        "buffers",
+        "counts_from_device",
+        "is_long",
+        "kv_len_is_exact",
+        "kv_len_upper",
+        "max_query_tokens",
+        "num_rows",
+        "num_tokens",
+    )
 
     def __init__(
         self,
@@ -45,6 +56,7 @@ class StepView(Unique):
         kv_len_upper: int,
         kv_len_is_exact: bool,
         is_long: bool,
+        counts_from_device: bool = False,
     ) -> None:
         self.buffers = buffers
         self.num_rows = num_rows
@@ -53,6 +65,7 @@ class StepView(Unique):
         self.kv_len_upper = kv_len_upper
         self.kv_len_is_exact = kv_len_is_exact
         self.is_long = is_long
+        self.counts_from_device = counts_from_device
 
     @property
     def page_tables(self) -> tuple[Tensor, ...]:

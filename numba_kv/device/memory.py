@@ -9,7 +9,8 @@ import mmap
 import platform
 import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
+from weakref import WeakSet
 
 from numba_kv.device.unique import Unique
 from numba_kv.errors import CapacityError, DeviceError
@@ -63,6 +64,12 @@ class MemoryStats:
         self.allocations += 1
 
 
+class _Holder(Protocol):
+    """What stands for a use of memory by another library."""
+
+    memory: Any
+
+
 class Memory(Unique):
     """A block of memory. Owns it; `close` gives it back once.
 
@@ -72,7 +79,7 @@ class Memory(Unique):
         First byte and size.
     array : uint8 array or None
         The bytes, where the host can reach them. Pages of a closed block go back when the last array of them does, so
-        that one which another library still holds stays readable.
+        that one which another library still holds stays readable; a device's do the same for arrays exchanged by DLPack.
     """
 
     def __init__(self, address: int, nbytes: int, array: NDArray[np.uint8] | None, native: Any, stats: MemoryStats) -> None:
@@ -81,6 +88,7 @@ class Memory(Unique):
         self.array = array
         self._native = native
         self._stats = stats
+        self._lent: WeakSet[_Holder] | None = None
         stats.took(nbytes)
         self.is_closed = False  # last: what an interrupt left half made gives nothing back
 
@@ -92,9 +100,19 @@ class Memory(Unique):
         native, self._native = self._native, None
         if native is not None:
             self.array = None
-            if stream is not None:
+            lent = list(self._lent or ())
+            for holder in lent:  # a leak is better than an array of somebody else's bytes: the last of them frees it
+                holder.memory = native
+            if stream is not None and not lent:
                 with stream.active():
                     native.close(stream.native)
+
+    def lend(self, holder: _Holder) -> None:
+        """Note that another library uses the memory as long as `holder` lives, beyond `close` if need be."""
+        if self._native is not None:
+            if self._lent is None:
+                self._lent = WeakSet()
+            self._lent.add(holder)
 
     def __del__(self) -> None:
         if not getattr(self, "is_closed", True):  # nobody closed it: its bytes go back with it

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from numba_kv.device.dlpack import device_of, to_capsule
 from numba_kv.device.unique import Unique
-from numba_kv.dtypes import DType
+from numba_kv.dtypes import DType, dtype as named_dtype
 from numba_kv.errors import InputError, InteropError, ShapeError, StateError
 
 if TYPE_CHECKING:
@@ -151,6 +151,17 @@ class Tensor(Unique):
         view = Tensor.__new__(Tensor)
         view._memory, view.device, view.dtype = self._memory, self.device, self.dtype
         view.shape, view.strides, view.address = tuple(shape), tuple(strides), self._memory.address + at
+        return view
+
+    def as_storage(self) -> Tensor:
+        """Return the same memory as unsigned integers of the element's size: for libraries that lack the element type.
+
+        float8 and bool become uint8, bfloat16 and float16 uint16, float32 uint32; integers stay what they are.
+        """
+        self.check_open()
+        view = Tensor.__new__(Tensor)
+        view._memory, view.device, view.dtype = self._memory, self.device, named_dtype(self.dtype.storage_name)
+        view.shape, view.strides, view.address = self.shape, self.strides, self.address
         return view
 
     def numpy(self) -> NDArray[Any]:

@@ -1,4 +1,4 @@
-"""Derived forms of a group's block table: CSR, compact window tables, K and V tables without -1."""
+"""Derived forms of a group's block table and of lengths: CSR, compact window tables, K and V tables without -1, sums."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from numba_kv.kernels.jit import kernel
 from numba_kv.kernels.layout import BLOCK_AT, EMPTY, KIND, NUM_PAGES, SHIFT, WIDTH
 from numba_kv.kernels.spec import array, scalar
 
-__all__ = ["compact_table", "copy_indices", "count_pages", "split_table"]
+__all__ = ["compact_table", "copy_indices", "count_pages", "split_table", "sum_lengths"]
 
 
 @kernel(
@@ -109,3 +109,12 @@ def split_table(item, lane, lanes, groups, block_tables, kv_block_tables, group)
         kv_block_tables[item, 0, column] = page_id
         kv_block_tables[item, 1, column] = page_id + groups[group, NUM_PAGES]
         column += lanes
+
+
+@kernel(row_lengths=array("int32"), cu_seqlens_k=array("int32"))
+def sum_lengths(item, row_lengths, cu_seqlens_k):
+    """Write the tokens of all rows before one. Item: a row, or one behind the last."""
+    total = np.int64(0)
+    for row in range(item):
+        total += np.int64(row_lengths[row])
+    cu_seqlens_k[item] = total

@@ -79,6 +79,53 @@ def test_csr_lists_what_the_page_tables_map(page: int, window: Window | int) -> 
                         assert starts[row] == starts[row + 1]
 
 
+@pytest.mark.parametrize(("page", "window"), SHAPES)
+def test_the_host_knows_where_rows_begin_without_reading_back(page: int, window: Window | int) -> None:
+    config = tiny_config(None, window, max_batch_size=4, page_tokens=page, max_step_tokens=3, max_batch_tokens=64)
+    with opened(config) as batch:
+        for _, counts in lived(batch, 3):
+            for g in (0, 1):
+                form, host = batch.derived.csr(g), batch.derived.csr_on_host(g)
+                assert np.array_equal(host.kv_indptr, form.kv_indptr.to_host())
+                assert np.array_equal(host.last_page_len, form.last_page_len.to_host())
+                assert {a.dtype for a in (host.cu_seqlens_q, host.kv_indptr, host.last_page_len)} == {np.dtype(np.int32)}
+            if counts:
+                assert np.array_equal(host.cu_seqlens_q, batch._buffers.cu_seqlens_q.to_host())
+            lengths = batch._buffers.lengths[0].to_host()
+            assert batch.derived.cu_seqlens_k(0).to_host().tolist() == [0, *np.cumsum(lengths)]
+            sums = batch.derived.cu_seqlens_k(1).to_host()
+            assert sums.tolist() == [0, *np.cumsum(batch.derived.compact(1).window_seq_lens.to_host())]
+
+
+def test_the_host_says_when_it_does_not_know() -> None:
+    config = tiny_config(None, 6, max_step_tokens=3)
+    with kv.SharedResources.create_for_llm(config) as resources, kv.Batch(resources) as batch:
+        a, b = batch.update(admit=[9, 5])
+        batch.step({a: 9, b: 5})
+        assert not batch.step(1).counts_from_device
+        counts = resources.device.tensor((2,), kv.dtype("int32"))
+        counts.fill_from(np.array([1, 3], np.int32))
+        view = batch.step(3, counts=counts)
+        assert view.counts_from_device
+        with pytest.raises(kv.StateError, match=r"call sync_lengths\(\) first"):
+            batch.derived.csr_on_host(1)
+        batch.sync_lengths()
+        assert np.array_equal(batch.derived.csr_on_host(1).kv_indptr, batch.derived.csr(1).kv_indptr.to_host())
+        assert not batch.step(3, accepted=counts).counts_from_device
+        batch.sync_lengths()
+        for _ in range(3):
+            batch.step(1)
+        graph = batch.capture()
+        graph.reserve(2)
+        graph.launch()
+        with pytest.raises(kv.StateError, match="advanced"):
+            batch.derived.csr_on_host(0)
+        graph.advanced()
+        assert np.array_equal(batch.derived.csr_on_host(1).kv_indptr, batch.derived.csr(1).kv_indptr.to_host())
+        with pytest.raises(kv.InputError, match="group: 2 is not one of"):
+            batch.derived.csr_on_host(2)
+
+
 @pytest.mark.parametrize("step", [1, 3])
 @pytest.mark.parametrize(("page", "window"), SHAPES)
 def test_compact_tables_are_read_like_whole_rows(page: int, window: Window | int, step: int) -> None:
@@ -216,6 +263,8 @@ def test_a_model_without_full_attention_has_an_empty_csr() -> None:
         form = batch.derived.csr(0)
         assert form.kv_indptr.to_host().tolist() == [0, 0, 0]
         assert form.last_page_len.to_host().tolist() == [1, 1]
+        host = batch.derived.csr_on_host(0)
+        assert (host.kv_indptr.tolist(), host.last_page_len.tolist()) == ([0, 0, 0], [1, 1])
         assert (batch.derived.kv_block_tables(0).to_host()[:, 0] == batch.plan.groups[0].null_page).all()
 
 

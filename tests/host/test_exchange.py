@@ -155,6 +155,7 @@ def test_the_record_of_device_memory(host: Device, view: str) -> None:
         strides=tensor.strides,
         dtype=tensor.dtype,
         address=0x7F0000000000,
+        _memory=tensor._memory,
         device=SimpleNamespace(target="cuda", ordinal=3),
     )
     found = record_of(capsule := to_capsule(elsewhere))  # type: ignore[arg-type]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import weakref
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -54,6 +56,42 @@ def test_memory_is_given_back_once() -> None:
     memory.close(device.stream)
     assert memory.is_closed
     assert (device.memory.current_bytes, device.memory.frees) == (0, 1)
+
+
+def test_device_memory_that_is_lent_is_freed_by_the_last_who_uses_it() -> None:
+    class Native:
+        freed = 0
+
+        def close(self, stream: object) -> None:
+            Native.freed += 1
+
+    class Holder:
+        memory = None
+
+    class Stream:
+        native = None
+        active = staticmethod(nullcontext)
+
+    stats = MemoryStats()
+    memory = Memory(256, 64, None, Native(), stats)
+    holders = [Holder() for _ in range(3)]
+    for holder in holders:
+        memory.lend(holder)
+    alive = weakref.ref(memory._native)
+    del holders[1]
+    memory.close(Stream())
+    assert memory.is_closed
+    assert (stats.current_bytes, Native.freed) == (0, 0)
+    del holders[0], holder
+    assert alive() is not None
+    holders.clear()
+    gc.collect()
+    assert alive() is None  # the buffer's own finalizer gives it back
+    other = Memory(256, 64, None, Native(), stats)
+    other.lend(gone := Holder())
+    del gone
+    other.close(Stream())
+    assert Native.freed == 1
 
 
 def test_dropped_memory_is_counted_as_given_back() -> None:

@@ -13,7 +13,7 @@ from numba_kv.device import Device, create_device
 from numba_kv.dtypes import dtype
 from numba_kv.geometry import INT32_MAX, ceil_div, mapped_pages
 from numba_kv.kernels import layout
-from numba_kv.kernels.derived import compact_table, copy_indices, count_pages, split_table
+from numba_kv.kernels.derived import compact_table, copy_indices, count_pages, split_table, sum_lengths
 from tests.helpers.step_arrays import UNWRITTEN, StepArrays, full_group, same, window_group
 
 EXAMPLES = 10 if kv.target() == "sim" else 50
@@ -97,6 +97,15 @@ def check_split(device: Device, arrays: StepArrays, g: int) -> StepArrays:
     return after
 
 
+def check_sums(device: Device, arrays: StepArrays) -> None:
+    """Launch the kernel of the sums of lengths and compare every array."""
+    arrays.arrays["row_lengths"] = arrays.lengths.copy()
+    arrays.arrays["cu_seqlens_k"] = np.full(arrays.rows + 1, UNWRITTEN, np.int32)
+    expected = arrays.copy()
+    expected.cu_seqlens_k[:] = np.cumsum([0, *arrays.lengths.tolist()])
+    same(arrays.launch(sum_lengths, device, arrays.rows + 1), expected)
+
+
 def five_rows(lengths: list[int]) -> StepArrays:
     """Return five rows of a full, a sliding and a chunked group: pages of 4, up to 32 tokens."""
     groups = [full_group(4, 8, 40), window_group("sliding", 6, 4, 8, 5), window_group("chunked", 8, 4, 8, 5)]
@@ -153,6 +162,11 @@ def test_split_tables_are_valid_everywhere(device: Device, g: int) -> None:
     after = check_split(device, five_rows([0, 31, 0, 9, 0]), g)
     assert (after.kv_block_tables >= 0).all()
     assert after.kv_block_tables[:, 1].max() < 2 * after.groups[g].num_pages
+
+
+@pytest.mark.parametrize("lengths", [[0, 0, 0, 0, 0], [1, 4, 5, 8, 32], [0, 31, 0, 9, 0]])
+def test_sums_of_lengths(device: Device, lengths: list[int]) -> None:
+    check_sums(device, five_rows(lengths))
 
 
 def test_large_page_ids_are_exact(device: Device) -> None:

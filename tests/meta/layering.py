@@ -39,6 +39,7 @@ ALLOWED = {
     "cuda": {"device", "kernels"},
     "torch": {"adapters"},
     "cupy": {"adapters"},
+    "jax": {"adapters"},
     "transformers": {"adapters"},
     "flashinfer": {"adapters"},
     "flash_attn": {"adapters"},

@@ -32,6 +32,11 @@ def test_pure_rooms_load_no_heavy_package(name: str) -> None:
     assert not loaded_by(f"import numba_kv.{name}") & (HEAVY - CHEAP)
 
 
+@pytest.mark.parametrize("name", ["flash_attention", "flashinfer", "torch_arrays", "jax_arrays", "cupy_arrays"])
+def test_adapters_load_their_framework_when_it_is_used(name: str) -> None:
+    assert not loaded_by(f"import numba_kv.adapters.{name}") & {"torch", "jax", "cupy", "flash_attn", "vllm", "transformers"}
+
+
 def test_listing_the_public_names_loads_nothing() -> None:
     assert not loaded_by("import numba_kv; dir(numba_kv); numba_kv.__all__") & HEAVY
 
