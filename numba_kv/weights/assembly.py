@@ -30,11 +30,6 @@ class FileRange:
         self._file = file
         self.offset = offset
 
-    @property
-    def descriptor(self) -> int:
-        """Number of the open file, for those who read it themselves."""
-        return self._file.descriptor
-
     def __call__(self, out: NDArray[np.uint8], begin: int) -> None:
         """Write the bytes from `begin` on into `out`."""
         self._file.read_into(out, self.offset + begin)
