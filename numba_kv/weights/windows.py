@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from numba_kv.errors import InputError
+from numba_kv.weights.assembly import FileRange
 
 if TYPE_CHECKING:
     import numpy as np
@@ -78,7 +79,7 @@ class Windows:
                     f"segments: {segment.nbytes} bytes at {segment.begin} overlap, or do not start at a multiple of {GRAIN}"
                 )
             self.nbytes = segment.end
-        self._segments = [s for s in segments if s.nbytes]
+        self._segments = _joined(segments)
         self._begins = [s.begin for s in self._segments]
         self.ranges = [(begin, min(begin + window_nbytes, self.nbytes)) for begin in range(0, self.nbytes, window_nbytes)]
 
@@ -96,3 +97,22 @@ class Windows:
             at = high
         if at < end:
             out[at - begin :] = 0
+
+
+def _joined(segments: Sequence[Segment]) -> list[Segment]:
+    """Return the segments without empty ones, neighbours in one that are neighbours in a file: each is a call to the system."""
+    found: list[Segment] = []
+    for segment in segments:
+        if not segment.nbytes:
+            continue
+        last, fill = found[-1] if found else None, segment.fill
+        if (
+            last is None
+            or last.end != segment.begin
+            or not isinstance(fill, FileRange)
+            or not fill.follows(last.fill, last.nbytes)
+        ):
+            found.append(segment)
+        else:
+            found[-1] = Segment(begin=last.begin, nbytes=last.nbytes + segment.nbytes, fill=last.fill)
+    return found

@@ -6,6 +6,7 @@ import gc
 import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,9 +15,11 @@ from hypothesis import given, strategies as st
 from numba_kv.device import Device, Memory, create_device
 from numba_kv.device.host_device import HostDevice
 from numba_kv.errors import DeviceError, InputError, StateError, WeightError
-from numba_kv.weights import Uploader
+from numba_kv.weights import SafetensorsFile, Uploader
+from numba_kv.weights.assembly import FileRange
 from numba_kv.weights.windows import Segment, Windows
 from tests.helpers.late_device import LateDevice
+from tests.helpers.weight_files import write
 
 RANDOM = np.random.default_rng(1)
 
@@ -84,6 +87,31 @@ def test_windows_are_the_segments(sizes: list[int], grains: int, gaps: int) -> N
     for begin, end in windows.ranges:
         windows.fill(found[begin:end], begin)
     assert np.array_equal(found, whole)
+
+
+def test_neighbours_in_a_file_are_read_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arrays = {
+        f"t{i:02}": RANDOM.integers(1, 256, size).astype(np.uint8) for i, size in enumerate([256, 512, 0, 256, 100, 256, 300])
+    }
+    at, segments = 0, []
+    with SafetensorsFile(write(tmp_path / "a.safetensors", arrays)) as file, SafetensorsFile(file.path) as same:
+        for name, array in arrays.items():
+            source = same if name == "t03" else file
+            segments.append(Segment(begin=at, nbytes=array.size, fill=FileRange(source, file.tensors[name].offset)))
+            at += -(-array.size // 256) * 256
+        reads, read = [], SafetensorsFile.read_into
+
+        def noted(self: SafetensorsFile, out: np.ndarray, offset: int) -> None:
+            reads.append(len(out))
+            read(self, out, offset)
+
+        monkeypatch.setattr(SafetensorsFile, "read_into", noted)
+        windows = Windows(segments, 1 << 20)
+        found = np.full(windows.nbytes, 0xEE, np.uint8)
+        windows.fill(found, 0)
+    assert reads == [256 + 512, 256, 100, 256 + 300]  # another file object ends a run, and so does a gap
+    for segment, array in zip(segments, arrays.values(), strict=True):
+        assert np.array_equal(found[segment.begin : segment.end], array)
 
 
 def test_a_block_is_not_filled_before_its_copy_has_run() -> None:
