@@ -24,6 +24,7 @@ from numba_kv.weights.engine_adapters import adapters_to_load, make_lora_manager
 from numba_kv.weights.external import ExternalWeightManager
 from numba_kv.weights.rope_cache import RopeCache
 from numba_kv.weights.rope_table import RopeTable
+from numba_kv.weights.upload import Uploader
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -84,6 +85,7 @@ class SharedResources(Unique):
         self._named: dict[str, Memory] = {}
         self._streams = [device.stream]
         self._loans = TableLoans()
+        self._uploader = Uploader(device)  # of everything that comes from files; it holds nothing until the first of it
         self._closed = self._is_released = False
         with device.active(), ExitStack() as undo:  # a constructor that raises leaves nothing allocated
             undo.callback(self._owned.close)
@@ -212,17 +214,20 @@ class SharedResources(Unique):
         build = self.rope_pool.table
         self._rope_tables = [tuple(build(r.config, r.length, num_rows=r.num_rows) for r in layouts) for layouts in plan.ropes]
         self.rope_tables = self._rope_tables[0]
-        self.lora_manager = make_lora_manager(self.device, self.take, self.config)
+        self.lora_manager = make_lora_manager(self.device, self.take, self.config, self._uploader)
         if self.lora_manager is not None:
             self._owned.callback(self.lora_manager.close)
         planned = self.config.external_weights_nbytes or None
-        self.external_weight_manager = ExternalWeightManager(self.device, self.take, planned_nbytes=planned)
+        self.external_weight_manager = ExternalWeightManager(
+            self.device, self.take, uploader=self._uploader, planned_nbytes=planned
+        )
         self._owned.callback(self.external_weight_manager.close)
         self.zero_buffer = self._tensor("zero_buffer")
         bounded = [model.config.use_bounded_swa if model.config.has_window_layers else None for model in plan.models]
         mode = self._tensor("swa_kv_cache_mode") if bounded.count(None) < len(bounded) else None
         self._modes = [None if mode is None or rings is None else mode if rings else mode[:0] for rings in bounded]
         self.swa_kv_cache_mode = self._modes[0]
+        self._owned.callback(self._uploader.close)
         self.device.stream.synchronize()
 
     def _build_model(self, plan: MemoryPlan, prefix: str) -> None:
@@ -401,12 +406,13 @@ class SharedResources(Unique):
         Raises
         ------
         StateError
-            If a call of the batch runs in another thread: then nothing is given back.
+            If a call of the batch, or the load of weights or an adapter, is running: then nothing is given back.
 
         Stream: waits for the work enqueued so far.
         """
         if self._is_released:
             return
+        self._uploader.check_idle()
         with ExitStack() as rest:  # a batch that fails to close does not keep the memory
             rest.callback(self._release)
             for user in reversed(self.users):

@@ -79,9 +79,8 @@ def read_model(
         raise ConfigError(f"model: its dtype is {kind}; a cache can be {', '.join(KV_CACHE_DTYPES)}")
     text = find(decoder=True)
     types, windows = _layer_types(text)
-    values = _plain(text)
     config = load_engine_config(
-        values,
+        _plain(text),
         max_batch_size=max_batch,
         max_kv_cache_capacity=max_tokens,
         page_tokens=page_tokens,
@@ -94,8 +93,6 @@ def read_model(
         raise UnsupportedModelError(
             f"model: {config.model_type!r} has layers with recurrent states, which are not supported here yet"
         )
-    if "per_layer_config" in values:
-        config = _with_own_sizes(config, text.per_layer_config)
     return _combined(config, types, windows, max_rewind_tokens > 0)
 
 
@@ -115,15 +112,6 @@ def _layer_types(text: Any) -> tuple[list[str], tuple[int | None, ...]]:
     if strange:
         raise UnsupportedModelError(f"model: layers of type {', '.join(strange)} are not supported here yet")
     return types, tuple(each.get("sliding_window") for each in options)
-
-
-def _with_own_sizes(config: LLMEngineConfig, per_layer: Any) -> LLMEngineConfig:
-    """Give each layer the heads that its own part of the configuration states."""
-    layers = []
-    for layer, own in zip(config.layers, per_layer, strict=True):
-        heads = getattr(own, "num_key_value_heads", None) or layer.num_kv_heads
-        layers.append(replace(layer, num_kv_heads=heads, head_dim=getattr(own, "head_dim", None) or layer.head_dim))
-    return replace(config, layers=tuple(layers))
 
 
 def _combined(config: LLMEngineConfig, types: list[str], windows: tuple[int | None, ...], keeps_more: bool) -> ModelLayers:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from numba_kv.config.engine import MAX_KV_CACHE_CAPACITY, LLMEngineConfig, check_kv_cache_dtype
 from numba_kv.config.huggingface_families import HEAD_DIMS, KEY_ALIASES, NESTED_DEFAULTS, family_of
 from numba_kv.config.huggingface_layers import read_layers
+from numba_kv.config.huggingface_per_layer import PER_LAYER, layer_readers
 from numba_kv.config.huggingface_recurrent import RECURRENT_FAMILIES, read_hybrid
 from numba_kv.config.huggingface_rope import read_ropes
 from numba_kv.config.huggingface_support import refuse_unsupported
@@ -52,8 +53,10 @@ def read_huggingface(top: Reader, limits: Limits) -> LLMEngineConfig:
     hybrid = read_hybrid(text, family, limits, weights_dtype)
     attention = text
     if hybrid is not None:
+        if layer_readers(text, family, len(hybrid.types)):
+            raise text.unsupported(f"{PER_LAYER}: attention layers that differ, beside recurrent ones, are not supported yet")
         full = ("full_attention",) * hybrid.attention_layers
-        attention = text.with_values({**text.values, "num_hidden_layers": len(full), "layer_types": full})
+        attention = text.with_values({**text.values, PER_LAYER: None, "num_hidden_layers": len(full), "layer_types": full})
     has_attention = hybrid is None or hybrid.attention_layers > 0
     layers = read_layers(attention, family, capacity) if has_attention else ()
     positions = text.integer("max_position_embeddings", 1, default=capacity)

@@ -18,6 +18,7 @@ __all__ = [
     "FAMILIES",
     "HEAD_DIMS",
     "KEY_ALIASES",
+    "MAX_LAYERS",
     "NESTED_DEFAULTS",
     "PARTIAL_ROTARY_FACTORS",
     "UNROTATED",
@@ -28,6 +29,9 @@ __all__ = [
 
 Kind = Literal["full", "sliding", "chunked"]
 Rule = Callable[[Reader, int], tuple[Kind, ...]]
+
+#: More layers than any model has: what bounds the work on a file that lies.
+MAX_LAYERS = 10_000
 
 FULL: Kind = "full"
 SLIDING: Kind = "sliding"

@@ -6,16 +6,14 @@ Knows the keys of a layer and what may be ambiguous about them. What a family me
 
 from __future__ import annotations
 
-from numba_kv.config.huggingface_families import FAMILIES, HEAD_DIMS, Kind, periodic_kinds
+from numba_kv.config.huggingface_families import FAMILIES, HEAD_DIMS, MAX_LAYERS, Kind, periodic_kinds
+from numba_kv.config.huggingface_per_layer import PER_LAYER, layer_readers
 from numba_kv.config.layers import AttentionLayer
 from numba_kv.config.read import INT64_MAX, Reader, show, words
 from numba_kv.errors import ConfigError
 from numba_kv.geometry import FULL, Window
 
-__all__ = ["MAX_LAYERS", "head_dims", "read_layers"]
-
-#: More layers than any model has: what bounds the work on a file that lies.
-MAX_LAYERS = 10_000
+__all__ = ["head_dims", "read_layers"]
 
 _KINDS: dict[str, Kind] = {"full_attention": "full", "sliding_attention": "sliding", "chunked_attention": "chunked"}
 _WINDOW_KEYS: dict[Kind, str] = {"sliding": "sliding_window", "chunked": "attention_chunk_size"}
@@ -41,30 +39,36 @@ def read_layers(reader: Reader, family: str, capacity: int) -> tuple[AttentionLa
         If a key is wrong, or leaves open which layers have a window.
     """
     count = reader.integer("num_hidden_layers", 1, MAX_LAYERS)
-    kv_heads, head_dim = _geometry(reader, family)
-    # Read even where the family has no use for them: a window of 0 is never meant.
-    sizes = {kind: reader.integer_or_none(key, 1, INT64_MAX) for kind, key in _WINDOW_KEYS.items()}
-    kinds = _stated_kinds(reader, count) if reader.has("layer_types") else _derived_kinds(reader, family, count)
-    full_heads, full_dim = _full_geometry(reader, family)
+    own = layer_readers(reader, family, count)
+    kinds = _kinds(reader, family, count)
     donors = _donors(reader, kinds)
+    alike = _Keys(reader, family)
     layers = []
     for index, kind in enumerate(kinds):
-        window = FULL
-        if kind != "full":
-            size = sizes[kind]
-            if size is None:
-                key = _WINDOW_KEYS[kind]
-                raise reader.error(key, f"null or missing, but layer_types[{index}] is '{kind}_attention', which needs it")
-            window = Window(kind, size) if size < capacity else FULL
-        layers.append(
-            AttentionLayer(
-                num_kv_heads=full_heads if kind == "full" else kv_heads,
-                head_dim=full_dim if kind == "full" else head_dim,
-                window=window,
-                kv_donor=donors[index],
-            )
-        )
+        keys = _Keys(own[index], family) if index in own else alike
+        size = keys.sizes.get(kind)
+        if size is None and kind != "full":
+            key = _WINDOW_KEYS[kind]
+            raise keys.reader.error(key, f"null or missing, but layer_types[{index}] is '{kind}_attention', which needs it")
+        window = FULL if size is None or size >= capacity else Window(kind, size)
+        kv_heads, head_dim = keys.full if kind == "full" else keys.windowed
+        layers.append(AttentionLayer(num_kv_heads=kv_heads, head_dim=head_dim, window=window, kv_donor=donors[index]))
     return tuple(layers)
+
+
+class _Keys:
+    """What the keys of a layer say, whichever kind it is of: KV heads and head size, and the sizes of windows."""
+
+    def __init__(self, reader: Reader, family: str) -> None:
+        self.reader = reader
+        self.windowed = _geometry(reader, family)
+        self.full = _full_geometry(reader, family)
+        # Read even where the family has no use for them: a window of 0 is never meant.
+        self.sizes = {kind: reader.integer_or_none(key, 1, INT64_MAX) for kind, key in _WINDOW_KEYS.items()}
+
+
+def _kinds(reader: Reader, family: str, count: int) -> tuple[Kind, ...]:
+    return _stated_kinds(reader, count) if reader.has("layer_types") else _derived_kinds(reader, family, count)
 
 
 def _head_dim(reader: Reader, family: str, heads: int) -> int:
@@ -140,8 +144,29 @@ def _ambiguous(reader: Reader, key: str, family: str) -> ConfigError:
 
 
 def head_dims(reader: Reader, family: str) -> tuple[int, int]:
-    """Return the head size of layers with a window and of full layers."""
-    return _geometry(reader, family)[1], _full_geometry(reader, family)[1]
+    """Return the head size of layers with a window and of full layers.
+
+    Raises
+    ------
+    UnsupportedModelError
+        If single layers state different ones: then a kind of layers has no rotary table.
+    """
+    windowed, full = _geometry(reader, family)[1], _full_geometry(reader, family)[1]
+    if not reader.has(PER_LAYER):
+        return windowed, full
+    count = reader.integer("num_hidden_layers", 1, MAX_LAYERS)
+    own = {index: _Keys(keys, family) for index, keys in layer_readers(reader, family, count).items()}
+    found: dict[bool, set[int]] = {False: set(), True: set()}
+    for index, kind in enumerate(_kinds(reader, family, count)):
+        is_full = kind == "full"
+        keys = own.get(index)
+        stated = (windowed, full)[is_full] if keys is None else (keys.full if is_full else keys.windowed)[1]
+        found[is_full].add(stated)
+    for is_full, sizes in found.items():
+        if len(sizes) > 1:
+            which = "full layers" if is_full else "layers with a window"
+            raise reader.unsupported(f"{PER_LAYER}: head_dim of {which} is {sorted(sizes)}; only one of each kind rotates")
+    return next(iter(found[False]), windowed), next(iter(found[True]), full)
 
 
 def _geometry(reader: Reader, family: str) -> tuple[int, int]:
@@ -150,8 +175,13 @@ def _geometry(reader: Reader, family: str) -> tuple[int, int]:
 
 
 def _full_geometry(reader: Reader, family: str) -> tuple[int, int]:
-    """Return KV heads and head size of full layers: Gemma 4's differ from those of its sliding layers."""
+    """Return KV heads and head size of full layers: Gemma 4's differ from those of its sliding layers.
+
+    Where layers state keys of their own, that is the only way in which Gemma 4's differ.
+    """
     kv_heads, head_dim = _geometry(reader, family)
+    if PER_LAYER in reader.values:
+        return kv_heads, head_dim
     if family == "gemma4" and "global_head_dim" not in reader.values:
         head_dim = 512
     head_dim = reader.integer("global_head_dim", 1, default=head_dim)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from numba_kv.config.huggingface_layers import MAX_LAYERS
+from numba_kv.config.huggingface_families import MAX_LAYERS
 from numba_kv.config.limits import Limits
 from numba_kv.config.read import Reader, words
 from numba_kv.config.recurrent import GatedDeltaNetLayer, Mamba1Layer, Mamba2Layer, RecurrentLayer, check_state_dtype

@@ -12,10 +12,13 @@ from numba_kv.device.driver import check_driver, raise_allocation_error
 from numba_kv.device.graph import CudaGraph, Graph
 from numba_kv.device.memory import Memory, pinned_memory
 from numba_kv.device.stream import CudaStream, Event, Stream, stream_handle
-from numba_kv.errors import InputError, InteropError, StateError
+from numba_kv.errors import DeviceError, InputError, InteropError, StateError
 
 if TYPE_CHECKING:
     from types import TracebackType
+
+    import numpy as np
+    from numpy.typing import NDArray
 
     from numba_kv.device.tensor import Tensor
 
@@ -137,6 +140,18 @@ class CudaDevice(Device):
             except Exception as error:
                 raise_allocation_error(error, "page-locked host memory", nbytes, lambda: 0)  # nobody says how much is left
                 raise
+
+    def lock_pages(self, array: NDArray[np.uint8]) -> Memory:
+        """Return the same pages, locked; where the system does not let ordinary memory be locked, others of the driver's."""
+        from numba_kv.device.locked_pages import locked_pages
+
+        try:
+            return locked_pages(self, array)
+        except DeviceError:
+            memory = self.allocate_staging(array.nbytes)
+        if memory.array is not None:
+            memory.array[:] = array
+        return memory
 
     def _free_nbytes(self) -> int:
         return int(check_driver(self._driver.cuMemGetInfo(), "memory query")[0])

@@ -20,6 +20,7 @@ from numba_kv.errors import InputError, ShapeError
 if TYPE_CHECKING:
     from types import TracebackType
 
+    import numpy as np
     from numpy.typing import NDArray
 
     from numba_kv.device.graph import Graph
@@ -77,6 +78,13 @@ class Device(Unique, ABC):
     @abstractmethod
     def allocate_staging(self, nbytes: int) -> Memory:
         """Return host memory that copies to the device can read asynchronously."""
+
+    @abstractmethod
+    def lock_pages(self, array: NDArray[np.uint8]) -> Memory:
+        """Return memory as of `allocate_staging` with the bytes of an array: its own pages, if they can be locked.
+
+        The array is not to be used any more.
+        """
 
     @abstractmethod
     def as_stream(self, stream: object | None) -> Stream:

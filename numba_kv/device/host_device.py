@@ -13,6 +13,9 @@ from numba_kv.device.stream import HostStream, Stream
 from numba_kv.errors import InputError
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from numba_kv.device.tensor import Tensor
 
 __all__ = ["HostDevice"]
@@ -33,6 +36,10 @@ class HostDevice(Device):
     def allocate_staging(self, nbytes: int) -> Memory:
         """Return ordinary host memory."""
         return host_memory(nbytes, self.pinned)
+
+    def lock_pages(self, array: NDArray[np.uint8]) -> Memory:
+        """Return the same pages: on the host every copy has run when it returns."""
+        return Memory(array.ctypes.data, array.nbytes, array, None, self.pinned)
 
     def as_stream(self, stream: object | None) -> Stream:
         """Return `stream` if it is a host stream, or a new one for None."""

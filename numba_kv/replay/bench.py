@@ -7,18 +7,16 @@ function from `BenchOptions` to plain objects; a new one goes into `MEASURES`.
 from __future__ import annotations
 
 import statistics
-import subprocess
-import sys
 import time
 from array import array
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 from numba_kv.config import load_engine_config
-from numba_kv.errors import DeviceError, InputError
+from numba_kv.errors import InputError
 from numba_kv.replay.bench_step import median_us
 from numba_kv.replay.figures import Latency
+from numba_kv.replay.fresh_python import run_python
 from numba_kv.replay.generate import generate_trace
 from numba_kv.replay.models import find_config
 
@@ -49,19 +47,9 @@ class BenchOptions:
 Measure = Callable[[BenchOptions], dict[str, object]]
 
 
-def _python(code: str) -> str:
-    """Return what a fresh Python that runs `code` writes to stdout."""
-    # In the folder that holds the package, so that the copy that is running is the one that is measured.
-    root = Path(__file__).resolve().parents[2]
-    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise DeviceError(f"{sys.executable} -c {code!r} ended with {done.returncode}: {done.stderr.strip()[-300:]}")
-    return done.stdout
-
-
 def _milliseconds(code: str) -> float:
     start = time.perf_counter()
-    _python(code)
+    run_python(code)
     return (time.perf_counter() - start) * 1e3
 
 
@@ -73,7 +61,7 @@ def measure_import(options: BenchOptions) -> dict[str, object]:
         bare.append(_milliseconds("pass"))
         ours.append(_milliseconds("import numba_kv"))
     heavy = ("numpy", "ml_dtypes", "numba", "cuda", "rich")
-    loaded = _python(f"import sys, numba_kv; print(*(m for m in {heavy!r} if m in sys.modules))").split()
+    loaded = run_python(f"import sys, numba_kv; print(*(m for m in {heavy!r} if m in sys.modules))").split()
     # Whatever else the machine does only adds time: the fastest runs are compared, and how far a run lies above the fastest
     # says how small a difference can be told.
     difference, spread = min(ours) - min(bare), statistics.median(bare) - min(bare)

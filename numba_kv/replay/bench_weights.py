@@ -7,17 +7,22 @@ from __future__ import annotations
 
 import json
 import statistics
+import sys
 import time
 from collections.abc import Callable
+from contextlib import closing
+from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from numba_kv.device import Device, create_device
+from numba_kv.config import AttentionLayer, LLMEngineConfig
+from numba_kv.device import Device
 from numba_kv.errors import InvariantError
+from numba_kv.replay.fresh_python import run_python
+from numba_kv.shared_resources import SharedResources
 from numba_kv.weights import ExternalWeightManager, Uploader
-from numba_kv.weights.upload import BLOCK_NBYTES
 
-__all__ = ["measure_loading", "write_checkpoint"]
+__all__ = ["measure_loading", "print_loads", "write_checkpoint"]
 
 _TENSOR_NBYTES = 32 << 20
 
@@ -43,15 +48,11 @@ def write_checkpoint(path: Path, nbytes: int, seed: int = 0) -> None:
 
 
 def measure_loading(
-    target: str | None = None,
-    *,
-    nbytes: int = 1 << 30,
-    repeat: int = 5,
-    folder: str | None = None,
-    block_nbytes: int = BLOCK_NBYTES,
-    num_readers: int | None = None,
+    target: str | None = None, *, nbytes: int = 1 << 30, repeat: int = 5, processes: int = 3, folder: str | None = None
 ) -> dict[str, object]:
     """Time loading a file from the page cache onto the device, beside a plain page-locked copy of the same bytes.
+
+    The first load is that of a process which has loaded nothing yet: with the device memory, the staging and the threads.
 
     Parameters
     ----------
@@ -60,45 +61,51 @@ def measure_loading(
     nbytes : int
         Size of the file.
     repeat : int
-        Loads and copies, in turns; medians are returned.
+        Later loads and copies of each process, in turns; medians are returned.
+    processes : int
+        Processes, each with a first load.
     folder : str, optional
         Where the temporary file goes; None: the system's folder for those.
-    block_nbytes, num_readers : int
-        See `Uploader`.
 
     Cost: the file, the same bytes twice on the device, once page-locked.
     """
-    device = create_device(target)
     with TemporaryDirectory(dir=folder) as place:
         path = Path(place) / "model.safetensors"
         write_checkpoint(path, nbytes)
         size = path.stat().st_size
-        plain = _PlainCopy(device, size)
-        uploader = Uploader(device, block_nbytes=block_nbytes, num_readers=num_readers)
-        try:
-            kept: list[float] = []
-            own: list[float] = []
-            copies: list[float] = []
-            _load(device, path, uploader)  # the file is in the page cache, the staging made, the driver warm
-            staging = uploader.staged_nbytes
-            for _ in range(repeat):
-                copies.append(_seconds(plain.run))
-                kept.append(_load(device, path, uploader))
-                own.append(_load(device, path, None))
-        finally:
-            uploader.close()
-            plain.close()
-    copy, load, whole = (statistics.median(times) for times in (copies, kept, own))
+        code = f"from numba_kv.replay.bench_weights import print_loads; print_loads({str(path)!r}, {target!r}, {repeat})"
+        found = [json.loads(run_python(code)) for _ in range(processes)]
+    copy, later, first = (statistics.median(chain(*(one[name] for one in found))) for name in ("copies", "later", "first"))
     return {
-        "target": device.target,
+        "target": found[0]["target"],
         "nbytes": size,
         "pinned_copy_gb_per_s": round(size / copy / 1e9, 2),
-        "load_gb_per_s": round(size / load / 1e9, 2),
-        "load_with_new_staging_gb_per_s": round(size / whole / 1e9, 2),
-        "ratio": round(copy / load, 3),
-        "ratio_with_new_staging": round(copy / whole, 3),
-        "staging_nbytes": staging,
+        "first_load_gb_per_s": round(size / first / 1e9, 2),
+        "later_load_gb_per_s": round(size / later / 1e9, 2),
+        "first_ratio": round(copy / first, 3),
+        "later_ratio": round(copy / later, 3),
+        "staging_nbytes": found[0]["staging_nbytes"],
     }
+
+
+def print_loads(path: str, target: str | None, repeat: int) -> None:
+    """Time the first load of this process, then later ones and copies; print seconds as JSON."""
+    layer = AttentionLayer(num_kv_heads=1, head_dim=64)
+    config = LLMEngineConfig(layers=(layer,), max_batch_size=1, max_kv_cache_capacity=256)
+    with SharedResources.create_for_llm(config, target=target) as resources:
+        device, manager = resources.device, resources.external_weight_manager
+        before = device.pinned.current_bytes
+        first = _seconds(lambda: manager.load(path))
+        staging = device.pinned.current_bytes - before
+        size = Path(path).stat().st_size
+        copies, later = [], []
+        with closing(_PlainCopy(device, size)) as plain, Uploader(device) as uploader:
+            plain.run()
+            for _ in range(repeat + 1):
+                copies.append(_seconds(plain.run))
+                later.append(_load(device, path, uploader))
+    times = {"first": [first], "copies": copies[1:], "later": later[1:]}  # the first of these makes staging
+    sys.stdout.write(json.dumps({"target": device.target, "staging_nbytes": staging, **times}))
 
 
 def _seconds(work: Callable[[], None]) -> float:
@@ -107,11 +114,10 @@ def _seconds(work: Callable[[], None]) -> float:
     return time.perf_counter() - start
 
 
-def _load(device: Device, path: Path, uploader: Uploader | None) -> float:
-    """Return the seconds of one load, from the open of the file to the last byte in device memory that is there already."""
-    memory = device.allocate(path.stat().st_size)
+def _load(device: Device, path: str, uploader: Uploader) -> float:
+    """Return the seconds of one load, from the open of the file to the last byte in new device memory."""
     device.stream.synchronize()
-    with ExternalWeightManager(device, lambda name, nbytes: memory, uploader=uploader) as manager:
+    with ExternalWeightManager(device, lambda name, nbytes: device.allocate(nbytes), uploader=uploader) as manager:
         return _seconds(lambda: manager.load(path))
 
 

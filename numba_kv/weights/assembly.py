@@ -28,16 +28,15 @@ class FileRange:
 
     def __init__(self, file: SafetensorsFile, offset: int) -> None:
         self._file = file
-        self.offset = offset
+        self._offset = offset
 
-    @property
-    def descriptor(self) -> int:
-        """Number of the open file, for those who read it themselves."""
-        return self._file.descriptor
+    def follows(self, other: Fill, nbytes: int) -> bool:
+        """Return whether the bytes are those behind the first `nbytes` of another range."""
+        return isinstance(other, FileRange) and other._file is self._file and other._offset + nbytes == self._offset
 
     def __call__(self, out: NDArray[np.uint8], begin: int) -> None:
         """Write the bytes from `begin` on into `out`."""
-        self._file.read_into(out, self.offset + begin)
+        self._file.read_into(out, self._offset + begin)
 
 
 class Assembly:

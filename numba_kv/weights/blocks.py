@@ -1,16 +1,15 @@
-"""Blocks: page-locked memory that reader threads fill and copies read, each guarded by an event.
+"""Blocks: host memory that reader threads fill and copies read, each guarded by an event.
 
-Knows which block is idle. Does not know what goes through it.
+Knows which block is idle, or will be next. Does not know what goes through it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections import deque
 from typing import TYPE_CHECKING
 
-from numba_kv.errors import DeviceError, InvariantError
+from numba_kv.device.locked_pages import large_pages
+from numba_kv.errors import InvariantError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -22,78 +21,83 @@ __all__ = ["Block", "Blocks", "host_bytes"]
 
 
 class Block:
-    """One block: its bytes, and the event behind the last copy out of it."""
+    """One block, for one thread at a time: `wait`, fill `bytes`, `send`. Owns its memory.
 
-    def __init__(self, array: NDArray[np.uint8]) -> None:
-        self.bytes = array
-        self.address = int(array.ctypes.data)
-        self.event: Event | None = None
-        self.native_event = 0
+    The pages are made by the first filling, on the thread that fills, and locked by the first `send`: so the first copies run
+    while later blocks are being made.
+
+    Attributes
+    ----------
+    bytes : uint8 array
+        What is copied; not to be written between `send` and `wait`.
+    """
+
+    def __init__(self, device: Device, nbytes: int) -> None:
+        self._device = device
+        self._memory: Memory | None = None
+        self._event: Event | None = None
+        self.bytes: NDArray[np.uint8] = large_pages(nbytes)
+
+    @property
+    def locked_nbytes(self) -> int:
+        """Page-locked bytes held."""
+        return 0 if self._memory is None else self._memory.nbytes
 
     def wait(self) -> None:
-        """Wait for the last copy out of the block."""
-        if self.event is not None:
-            self.event.synchronize()
-            self.event = None
+        """Wait until the last copy has run."""
+        if self._event is not None:
+            self._event.synchronize()
+
+    def send(self, destination: int, nbytes: int, stream: Stream) -> None:
+        """Copy the first bytes to a device address. Stream: enqueues the copy and an event."""
+        if self._memory is None:
+            self._memory = self._device.lock_pages(self.bytes)
+            self.bytes = host_bytes(self._memory)
+        self._event = self._device.copy_and_record(destination, self._memory.address, nbytes, stream, self._event)
+
+    def close(self) -> None:
+        """Give the memory back; a second call does nothing. No copy may be under way."""
+        memory, self._memory = self._memory, None
+        self.bytes = self.bytes[:0].copy()
+        if memory is not None:
+            memory.close(self._device.stream)
 
 
 class Blocks:
-    """Up to `each` blocks a reader, in one piece of page-locked memory. Owns it.
+    """Up to a number of blocks, made when they are needed. Owns them.
 
-    Blocks go round the readers: reader r of n has blocks r, r + n, and so on.
+    Idle ones, and those with copies under way in the order of these copies, stand in a line: who takes the first one waits
+    for the oldest copy.
     """
 
-    def __init__(self, device: Device, nbytes: int, *, num_readers: int, each: int) -> None:
+    def __init__(self, device: Device, nbytes: int, most: int) -> None:
         self._device = device
         self._nbytes = nbytes
-        self._num_readers = num_readers
-        self._most = num_readers * each
-        self._memory: Memory | None = None
+        self._most = most
+        self._line: deque[Block | None] = deque()  # None: one that is not made yet
         self._blocks: list[Block] = []
-        self._turns = [0] * num_readers
 
     @property
     def nbytes(self) -> int:
         """Page-locked bytes held now."""
-        return 0 if self._memory is None else self._memory.nbytes
+        return sum(block.locked_nbytes for block in self._blocks)
 
-    def prepare(self, wanted: int, threads: ThreadPoolExecutor) -> None:
-        """Have `wanted` blocks, or as many as there may be; every block is idle."""
-        wanted = min(wanted, self._most)
-        if wanted <= len(self._blocks):
-            return
-        self.close()
-        self._memory = self._make(wanted * self._nbytes, threads)
-        array = host_bytes(self._memory)
-        self._blocks = [Block(array[i * self._nbytes : (i + 1) * self._nbytes]) for i in range(wanted)]
+    def prepare(self, wanted: int) -> None:
+        """Line up the blocks that there are, and places for up to `wanted`, or as many as there may be. All are idle."""
+        missing = min(wanted, self._most) - len(self._blocks)
+        self._line = deque([*self._blocks, *[None] * missing])
 
-    @contextmanager
-    def idle(self, reader: int, stream: Stream) -> Iterator[Block]:
-        """Lend the reader's block whose turn it is, once its last copy has run; an event on `stream` follows its use."""
-        mine = self._of(reader)
-        block = mine[self._turns[reader] % len(mine)]
-        block.wait()
-        yield block
-        block.event = stream.record()
-        self._turns[reader] += 1
+    def take(self) -> Block:
+        """Return the first block, whose last copy may be under way. There have to be at least as many as takers."""
+        block = self._line.popleft()
+        if block is None:
+            block = Block(self._device, self._nbytes)
+            self._blocks.append(block)
+        return block
 
-    def native(self, reader: int) -> tuple[list[int], list[int]]:
-        """Return addresses and driver events of all blocks of a reader, idle."""
-        from numba_kv.kernels.pump import make_event
-
-        mine = self._of(reader)
-        for block in mine:
-            block.wait()
-            block.native_event = block.native_event or make_event()
-        return [block.address for block in mine], [block.native_event for block in mine]
-
-    def wait_native(self, reader: int) -> None:
-        """Wait for the driver events of a reader's blocks, so that they are idle."""
-        from numba_kv.kernels.pump import wait_event
-
-        for block in self._of(reader):
-            if block.native_event:
-                wait_event(block.native_event)
+    def give_back(self, block: Block) -> None:
+        """Put a block at the end of the line."""
+        self._line.append(block)
 
     def drain(self) -> None:
         """Wait for every copy."""
@@ -102,29 +106,9 @@ class Blocks:
 
     def close(self) -> None:
         """Give the memory back; a second call does nothing. No copy may be under way."""
-        with self._device.active():
-            while self._blocks:
-                event = self._blocks.pop().native_event
-                if event:
-                    from numba_kv.kernels.pump import destroy_event
-
-                    destroy_event(event)
-            memory, self._memory = self._memory, None
-            if memory is not None:
-                memory.close(self._device.stream)
-
-    def _of(self, reader: int) -> list[Block]:
-        return self._blocks[reader :: self._num_readers]
-
-    def _make(self, nbytes: int, threads: ThreadPoolExecutor) -> Memory:
-        if self._device.target == "cuda":
-            from numba_kv.device.locked_pages import locked_pages
-
-            try:
-                return locked_pages(self._device, nbytes, threads.map)  # type: ignore[arg-type]
-            except DeviceError:  # the system does not let ordinary memory be locked; the driver's own may be
-                pass
-        return self._device.allocate_staging(nbytes)
+        self._line.clear()
+        while self._blocks:
+            self._blocks.pop().close()
 
 
 def host_bytes(memory: Memory) -> NDArray[np.uint8]:

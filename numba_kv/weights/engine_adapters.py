@@ -13,6 +13,7 @@ from numba_kv.weights.lora_manager import LoRAManager
 
 if TYPE_CHECKING:
     from numba_kv.device import Device, Memory
+    from numba_kv.weights.upload import Uploader
 
 __all__ = ["adapters_to_load", "make_lora_manager"]
 
@@ -36,8 +37,10 @@ def adapters_to_load(config: LLMEngineConfig, lora_weights_map: Mapping[str, str
     return adapters
 
 
-def make_lora_manager(device: Device, take: Callable[[str, int], Memory], config: LLMEngineConfig) -> LoRAManager | None:
-    """Return the manager of an engine's adapters, or None if it takes none. Cost: as planned."""
+def make_lora_manager(
+    device: Device, take: Callable[[str, int], Memory], config: LLMEngineConfig, uploader: Uploader
+) -> LoRAManager | None:
+    """Return the manager of an engine's adapters, or None if it takes none. It borrows `uploader`. Cost: as planned."""
     layout = lora_layout(config)
     if layout is None:
         return None
@@ -49,4 +52,5 @@ def make_lora_manager(device: Device, take: Callable[[str, int], Memory], config
         max_adapters=layout.max_adapters,
         dtype=layout.dtype,
         max_batch_size=layout.max_batch_size,
+        uploader=uploader,
     )

@@ -19,7 +19,7 @@ from numba_kv.geometry import round_up
 from numba_kv.weights.binding import WeightBinding, WeightInput, check_bindings, list_of
 from numba_kv.weights.checkpoint import Checkpoint
 from numba_kv.weights.recipes import assemble
-from numba_kv.weights.upload import STAGING_NBYTES, Progress, Segment, Uploader
+from numba_kv.weights.upload import STAGING_NBYTES, Progress, Segment, Uploader, lent_uploader
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -169,14 +169,16 @@ class ExternalWeightManager:
                 for b in found
                 if not b.storage_alias_of
             ]
-            memory = self._take("external_weights", max(nbytes, _ALIGNMENT))
-            undo.callback(self._give_back, memory)
-            if self._uploader is not None:
-                self._uploader.upload(segments, memory, progress)
-            else:
-                with Uploader(self._device, staging_nbytes=self._staging_nbytes) as uploader:
-                    uploader.upload(segments, memory, progress)
+
+            def take() -> Memory:
+                memory = self._take("external_weights", max(nbytes, _ALIGNMENT))
+                undo.callback(self._give_back, memory)
+                return memory
+
+            with lent_uploader(self._uploader, self._device, self._staging_nbytes) as uploader:
+                memory = uploader.upload(segments, take, progress)
             tensors = {b.name: Tensor(memory, self._device, b.dtype, b.shape, offset_nbytes=offsets[b.name]) for b in found}
+            self._want("constructed")  # another call may have closed it, or loaded, meanwhile
             undo.pop_all()
         self._memory, self._bindings, self._tensors = memory, tuple(found), tensors
         self._state = "loaded" if inputs is None else "validated"

@@ -37,7 +37,7 @@ from numba_kv.weights.lora_matrices import filler
 from numba_kv.weights.lora_slots import LoRAAdapter, SlotTable
 from numba_kv.weights.lora_targets import TargetTable
 from numba_kv.weights.lora_tensors import LoRATensors
-from numba_kv.weights.upload import STAGING_NBYTES, Progress, Segment, Uploader
+from numba_kv.weights.upload import Progress, Segment, Uploader, lent_uploader
 
 if TYPE_CHECKING:
     from numba_kv.device import Memory, Tensor
@@ -73,8 +73,8 @@ class LoRAManager:
         True: B is multiplied by the scaling when it is loaded. False: the engine multiplies by `scalings`.
     has_view : bool
         Whether there is a view for engines that take one adapter a batch (`bindings`); it costs a slot.
-    staging_nbytes : int
-        Page-locked host bytes of a load at most.
+    uploader : Uploader, optional
+        Staging to share; None: each load makes its own, and gives it back.
 
     Attributes
     ----------
@@ -105,7 +105,7 @@ class LoRAManager:
         max_batch_size: int,
         fold_scaling: bool = True,
         has_view: bool = True,
-        staging_nbytes: int = STAGING_NBYTES,
+        uploader: Uploader | None = None,
     ) -> None:
         self._table = TargetTable(targets)
         self.layout = LoRALayout(
@@ -118,7 +118,7 @@ class LoRAManager:
         )
         self._device = device
         self._fold = fold_scaling
-        self._staging_nbytes = staging_nbytes
+        self._uploader = uploader
         self._slots = SlotTable(self.layout.num_slots, max_adapters, max_batch_size)
         self._lock = threading.RLock()  # the state of slots and rows
         self._loading = threading.RLock()  # one load at a time, without stopping rows from being assigned
@@ -278,7 +278,7 @@ class LoRAManager:
             k, n = one.target.k, one.target.n
             segments.append(Segment(begin=a_at, nbytes=k * rank * kind.itemsize, fill=filler(one.a_rows(rank), rank, kind)))
             segments.append(Segment(begin=b_at, nbytes=rank * n * kind.itemsize, fill=filler(one.b_rows(), n, kind)))
-        with Uploader(self._device, staging_nbytes=min(self._staging_nbytes, layout.slot_nbytes)) as uploader:
+        with lent_uploader(self._uploader, self._device) as uploader:
             uploader.upload(segments, self.tensors.slot_memory(slot), progress)
 
     def unload(self, name: str) -> None:

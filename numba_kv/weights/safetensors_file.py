@@ -208,11 +208,6 @@ class SafetensorsFile:
             raise WeightError(f"{self.path}: cannot be read at byte {offset + done} ({error.strerror or error})") from error
 
     @property
-    def descriptor(self) -> int:
-        """The open file's number, until `close`."""
-        return self._check_open()
-
-    @property
     def is_closed(self) -> bool:
         """Whether `close` was called."""
         return self._descriptor is None

@@ -1,24 +1,26 @@
 """Upload: bytes from a source into device memory, through page-locked blocks, with reading and copying overlapped.
 
-Knows blocks, reader threads and events. Does not know files or tensors. ::
+Knows blocks, reader threads and windows. Does not know files or tensors. ::
 
     memory    | segment 0 | gap | segment 1 ...      | segment 2 |
     windows   |     0     |     1     |     2     |     3     |   one block each, whatever the segments are
 
-    reader 0    fill 0   fill 2        ...         each takes the next window that nobody has, fills a block of its own,
-    reader 1    fill 1     fill 3                  enqueues the copy, and goes on with its other block
-    stream             copy 0 copy 1 copy 2 ...
+    reader 0    fill 0      fill 2         ...     each takes the next window that nobody has and the block that is idle
+    reader 1      fill 1      fill 3               next, fills it and enqueues the copy
+    stream              copy 0 copy 1 copy 2 ...
 
-A block is filled again only after the event behind its last copy. Windows that are the bytes of files alone go through the
-compiled loop of `kernels.pump`, where that is; the others are filled from Python. On the host targets there is nothing to
-stage: the readers fill the memory itself.
+A block is filled again only after the event behind its last copy. On the host targets there is nothing to stage: the readers
+fill the memory itself.
 """
 
 from __future__ import annotations
 
 import os
+import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 from numba_kv.errors import InputError, StateError
@@ -29,50 +31,58 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from numba_kv.device import Device, Memory, Stream
-    from numba_kv.kernels.pump import Pump, PumpJob
 
-__all__ = ["BLOCK_NBYTES", "STAGING_NBYTES", "Fill", "Progress", "Segment", "Uploader"]
+__all__ = ["BLOCK_NBYTES", "STAGING_NBYTES", "Fill", "Progress", "Segment", "Uploader", "lent_uploader"]
 
 #: Page-locked bytes of an uploader at most, unless it is told otherwise.
 STAGING_NBYTES = 64 << 20
-#: Bytes of a block: two for each of 8 readers.
+#: Bytes of a block: with smaller ones the pauses between copies count, with larger ones the wait for the first.
 BLOCK_NBYTES = 4 << 20
 #: With more readers than this the memory is the limit, and each upload has more threads to wake.
-_MAX_READERS = 8
+_MAX_READERS = 10
 #: Seconds between two reports of progress.
 _REPORT_EVERY = 0.05
+
+_BUSY = "weights or an adapter are being loaded; wait until that has ended"
 
 #: `progress(done_nbytes, total_nbytes)`, called on the caller's thread; the first call has 0 done, the last one all.
 Progress = Callable[[int, int], None]
 
 
 class _Run:
-    """One upload: what is left of it, and whether to go on."""
+    """One upload: what is left of it, where it goes, and whether to go on."""
 
-    def __init__(self, windows: Windows, destination: Memory, num_readers: int, stream: Stream) -> None:
+    def __init__(self, windows: Windows, num_readers: int, stream: Stream) -> None:
         self.windows = windows
-        self.destination = destination
         self.stream = stream  # a hand-over meanwhile must not part a copy from its event
+        self.left = deque(windows.ranges)  # taking the next one is atomic
         self.num_readers = min(num_readers, len(windows.ranges))
-        self.left = iter(windows.ranges)  # taking the next one of a list is atomic
         self.done = [0] * self.num_readers  # bytes of each reader
         self.stopped = False
-        self.job: PumpJob | None = None
+        self._destination: Memory | None = None
+        self._arrived = threading.Event()
 
-    @property
-    def done_nbytes(self) -> int:
-        """Bytes that are on their way or there."""
-        return sum(self.done) + (0 if self.job is None else int(self.job.done.sum()))
+    def start(self, destination: Memory) -> None:
+        """Say where the bytes go."""
+        self._destination = destination
+        self._arrived.set()
 
     def stop(self) -> None:
         """Let every reader return after the window that it is at."""
         self.stopped = True
-        if self.job is not None:
-            self.job.stop()
+        self._arrived.set()
+
+    def destination(self) -> Memory | None:
+        """Return where the bytes go, once that is known; None: nowhere any more."""
+        if self._destination is None:
+            self._arrived.wait()
+        return None if self.stopped else self._destination
 
 
 class Uploader:
-    """Staging blocks and the readers that run over them. Owns both; they are made when they are first needed.
+    """Staging blocks and the readers that run over them. Owns the blocks; they are made when they are first needed, and kept.
+
+    Uploads of several threads take turns.
 
     Parameters
     ----------
@@ -83,11 +93,9 @@ class Uploader:
     block_nbytes : int
         Bytes of a block, rounded down to a multiple of 256; at most `staging_nbytes`.
     num_readers : int, optional
-        Threads that fill, at most one a block; None: as many as the machine has cores, at most 8.
+        Threads that fill, at most one a block; None: as many as the machine has cores, at most 10.
     direct : bool, optional
         Whether the readers write to the destination itself; None: where the host can reach it.
-    compiled : bool
-        Whether files may be read by the compiled loop, on `cuda`.
 
     Raises
     ------
@@ -103,7 +111,6 @@ class Uploader:
         block_nbytes: int = BLOCK_NBYTES,
         num_readers: int | None = None,
         direct: bool | None = None,
-        compiled: bool = True,
     ) -> None:
         block = min(block_nbytes, staging_nbytes) // GRAIN * GRAIN
         if block < GRAIN:
@@ -115,10 +122,9 @@ class Uploader:
         max_blocks = staging_nbytes // block
         self._num_readers = min(num_readers or min(_MAX_READERS, os.cpu_count() or 1), max_blocks)
         self._direct = device.target != "cuda" if direct is None else direct
-        self._compiled = compiled and not self._direct and device.target == "cuda"
-        self._blocks = Blocks(device, block, num_readers=self._num_readers, each=min(2, max_blocks // self._num_readers))
-        self._pump: Pump | None = None
-        self._threads: ThreadPoolExecutor | None = None
+        self._blocks = Blocks(device, block, max_blocks)
+        self._turn = threading.Lock()
+        self._caller = 0  # the thread whose upload runs
         self._closed = False
 
     @property
@@ -126,17 +132,24 @@ class Uploader:
         """Page-locked bytes held now."""
         return self._blocks.nbytes
 
-    def upload(self, segments: Sequence[Segment], destination: Memory, progress: Progress | None = None) -> None:
-        """Fill `destination` with the segments; bytes between them become 0.
+    def upload(
+        self, segments: Sequence[Segment], destination: Memory | Callable[[], Memory], progress: Progress | None = None
+    ) -> Memory:
+        """Fill memory with the segments; bytes between them become 0.
 
         Parameters
         ----------
         segments : sequence of Segment
             By rising `begin`, not overlapping.
-        destination : Memory
-            Of the device.
+        destination : Memory or callable
+            Memory of the device, or what makes it: called on this thread while the first blocks are being filled.
         progress : callable, optional
             See `Progress`; what it raises ends the upload.
+
+        Returns
+        -------
+        Memory
+            The destination.
 
         Raises
         ------
@@ -145,105 +158,125 @@ class Uploader:
         WeightError, DeviceError
             If a source or a copy fails; what the destination holds then is undefined, but nothing writes to it any more.
         StateError
-            After `close`.
+            After `close`; from a `progress` of an upload that runs.
 
         Stream: enqueues on the device's stream and waits. Cost: one copy a block.
         """
-        if self._closed:
-            raise StateError("the uploader is closed")
-        windows = Windows(segments, self._block_nbytes)
-        total = windows.nbytes
-        if total > destination.nbytes:
-            raise InputError(f"segments: they end at byte {total}, the destination has {destination.nbytes}")
-        report = progress or _silent
-        report(0, total)
-        if total:
-            self._run(_Run(windows, destination, self._num_readers, self._device.stream), lambda done: report(done, total))
-            report(total, total)
+        if self._caller == threading.get_ident():
+            raise StateError("an upload is running in this thread; its progress callback cannot start another")
+        with self._turn:
+            if self._closed:
+                raise StateError("the uploader is closed")
+            windows = Windows(segments, self._block_nbytes)
+            run = _Run(windows, self._num_readers, self._device.stream)
 
-    def _run(self, run: _Run, report: Callable[[int], None]) -> None:
-        if self._threads is None:
-            self._threads = ThreadPoolExecutor(self._num_readers, "numba_kv-weights")
+            def start() -> Memory:
+                memory = destination() if callable(destination) else destination
+                if windows.nbytes > memory.nbytes:
+                    raise InputError(f"segments: they end at byte {windows.nbytes}, the destination has {memory.nbytes}")
+                if self._direct:
+                    run.stream.synchronize()  # nothing earlier may still write there
+                run.start(memory)
+                return memory
+
+            report = progress or _silent
+            self._caller = threading.get_ident()
+            try:
+                report(0, windows.nbytes)
+                if not windows.nbytes:
+                    return start()
+                memory = self._run(run, start, lambda: report(sum(run.done), windows.nbytes))
+                report(windows.nbytes, windows.nbytes)
+                return memory
+            finally:
+                self._caller = 0
+
+    def _run(self, run: _Run, start: Callable[[], Memory], report: Callable[[], None]) -> Memory:
         device, before = self._device, self._device.bytes_to_device
-        if self._direct:
-            run.stream.synchronize()  # nothing earlier may still write there
-        if self._compiled:
-            self._plan_pump(run)
         if not self._direct:
-            self._blocks.prepare(len(run.windows.ranges), self._threads)
-        readers = [self._threads.submit(self._read, run, reader) for reader in range(run.num_readers)]
-        try:
-            _watch(readers, lambda: report(run.done_nbytes))
-        finally:  # whatever happened: no reader and no copy is left behind
-            run.stop()
-            wait(readers)
-            device.bytes_to_device = before + run.done_nbytes  # readers that counted at the same time may have lost some
-            self._blocks.drain()
-            readers.clear()  # see `_watch`
-
-    def _plan_pump(self, run: _Run) -> None:
-        """Split the windows into those that are bytes of files alone, for the compiled loop, and the rest."""
-        from numba_kv.kernels.pump import Pump, PumpJob, cuda_functions
-
-        windows = run.windows
-        if self._pump is None:
-            functions = cuda_functions()
-            if functions is None:
-                self._compiled = False
-                return
-            self._pump = Pump(functions)
-        segments, others = windows.file_ranges()
-        run.left = iter([windows.ranges[place] for place in others])
-        run.job = PumpJob(
-            segments,
-            others,
-            window_nbytes=self._block_nbytes,
-            total_nbytes=windows.nbytes,
-            destination=run.destination.address,
-            stream=run.stream.handle,
-            num_readers=run.num_readers,
-        )
+            self._blocks.prepare(len(run.windows.ranges))
+        readers: list[Future[None]] = []
+        with ThreadPoolExecutor(run.num_readers, "numba_kv-weights") as threads:
+            try:
+                for reader in range(run.num_readers):
+                    readers.append(threads.submit(self._read, run, reader))
+                memory = start()
+                _watch(readers, report)
+            finally:  # whatever happened: no reader and no copy is left behind
+                run.stop()
+                wait(readers)
+                device.bytes_to_device = before + sum(run.done)  # readers that counted at the same time may have lost some
+                self._blocks.drain()
+                readers.clear()  # see `_watch`
+        return memory
 
     def _read(self, run: _Run, reader: int) -> None:
         """Take windows until there are none. Runs on a thread of its own."""
         with self._device.active():
-            if run.job is not None and self._pump is not None:
-                failed: int | None = 0
-                while failed is not None:
-                    try:
-                        failed = self._pump.run(run.job, reader, *self._blocks.native(reader))
-                    finally:
-                        self._blocks.wait_native(reader)
-                    if failed is not None:  # once more, by the reader that says what is wrong
-                        self._copy(run, reader, *run.windows.ranges[failed])
-            for begin, end in run.left:
-                if run.stopped:
+            fill = self._fill_memory if self._direct else self._fill_block
+            while not run.stopped:
+                try:
+                    begin, end = run.left.popleft()
+                except IndexError:
                     return
-                self._copy(run, reader, begin, end)
+                run.done[reader] += fill(run, begin, end)
 
-    def _copy(self, run: _Run, reader: int, begin: int, end: int) -> None:
-        if self._direct:
-            run.windows.fill(host_bytes(run.destination)[begin:end], begin)
-        else:
-            with self._blocks.idle(reader, run.stream) as block:
-                run.windows.fill(block.bytes[: end - begin], begin)
-                address = run.destination.address + begin
-                self._device.copy_to_device(address, block.address, end - begin, run.stream)
-        run.done[reader] += end - begin
+    def _fill_memory(self, run: _Run, begin: int, end: int) -> int:
+        """Write a window where it belongs; return the bytes that came there."""
+        destination = run.destination()
+        if destination is None:
+            return 0
+        run.windows.fill(host_bytes(destination)[begin:end], begin)
+        return end - begin
+
+    def _fill_block(self, run: _Run, begin: int, end: int) -> int:
+        """Write a window to the next block and enqueue its copy; return the bytes of that."""
+        block = self._blocks.take()
+        try:
+            block.wait()
+            run.windows.fill(block.bytes[: end - begin], begin)
+            destination = run.destination()
+            if destination is None:
+                return 0
+            block.send(destination.address + begin, end - begin, run.stream)
+        finally:
+            self._blocks.give_back(block)
+        return end - begin
+
+    def check_idle(self) -> None:
+        """Raise StateError if an upload is running."""
+        if self._turn.locked():
+            raise StateError(_BUSY)
 
     def close(self) -> None:
-        """Give threads and blocks back; a second call does nothing."""
+        """Give the blocks back; a second call does nothing.
+
+        Raises
+        ------
+        StateError
+            If an upload is running; nothing is given back then.
+        """
+        if not self._turn.acquire(blocking=False):
+            raise StateError(_BUSY)
         self._closed = True
-        threads, self._threads = self._threads, None
-        if threads is not None:
-            threads.shutdown()
-        self._blocks.close()
+        try:
+            with self._device.active():
+                self._blocks.close()
+        finally:
+            self._turn.release()
 
     def __enter__(self) -> Uploader:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
+
+
+def lent_uploader(
+    shared: Uploader | None, device: Device, staging_nbytes: int = STAGING_NBYTES
+) -> AbstractContextManager[Uploader]:
+    """Return a context with `shared`, which stays open, or with an uploader of its own if that is None."""
+    return nullcontext(shared) if shared is not None else Uploader(device, staging_nbytes=staging_nbytes)
 
 
 def _watch(readers: Sequence[Future[None]], report: Callable[[], None]) -> None:

@@ -5,8 +5,8 @@ Knows ranges. Does not know blocks or threads.
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -73,47 +73,46 @@ class Windows:
 
     def __init__(self, segments: Sequence[Segment], window_nbytes: int) -> None:
         self.nbytes = 0
-        self._size = window_nbytes
         for segment in segments:
             if segment.begin < self.nbytes or segment.begin % GRAIN or segment.nbytes < 0:
                 raise InputError(
                     f"segments: {segment.nbytes} bytes at {segment.begin} overlap, or do not start at a multiple of {GRAIN}"
                 )
             self.nbytes = segment.end
-        self._segments = [s for s in segments if s.nbytes]
+        self._segments = _joined(segments)
         self._begins = [s.begin for s in self._segments]
         self.ranges = [(begin, min(begin + window_nbytes, self.nbytes)) for begin in range(0, self.nbytes, window_nbytes)]
 
     def fill(self, out: NDArray[np.uint8], begin: int) -> None:
         """Write the destination's bytes from `begin` on into `out`; what belongs to no segment becomes 0."""
-        at = begin
-        for segment, low, high in self._pieces(begin, begin + len(out)):
-            out[at - begin : low - begin] = 0
+        at, end = begin, begin + len(out)
+        for place in range(max(0, bisect_right(self._begins, begin) - 1), bisect_left(self._begins, end)):
+            segment = self._segments[place]
+            low, high = max(begin, segment.begin), min(end, segment.end)
+            if low >= high:  # the one before `begin` need not reach to it
+                continue
+            if at < low:
+                out[at - begin : low - begin] = 0
             segment.fill(out[low - begin : high - begin], low - segment.begin)
             at = high
-        out[at - begin :] = 0
+        if at < end:
+            out[at - begin :] = 0
 
-    def file_ranges(self) -> tuple[list[tuple[int, int, int, int]], list[int]]:
-        """Return the segments as (begin, end, descriptor, file offset), and the windows that hold other things than files.
 
-        The descriptor of what is not the bytes of a file is -1.
-        """
-        found: list[tuple[int, int, int, int]] = []
-        others: set[int] = set()
-        for segment in self._segments:
-            fill = segment.fill
-            if isinstance(fill, FileRange):
-                found.append((segment.begin, segment.end, fill.descriptor, fill.offset))
-                continue
-            found.append((segment.begin, segment.end, -1, 0))
-            others.update(range(segment.begin // self._size, (segment.end - 1) // self._size + 1))
-        return found, sorted(others)
-
-    def _pieces(self, begin: int, end: int) -> Iterator[tuple[Segment, int, int]]:
-        """Yield the segments that reach into [begin, end), and where."""
-        for segment in self._segments[max(0, bisect_right(self._begins, begin) - 1) :]:
-            if segment.begin >= end:
-                return
-            low, high = max(begin, segment.begin), min(end, segment.end)
-            if low < high:
-                yield segment, low, high
+def _joined(segments: Sequence[Segment]) -> list[Segment]:
+    """Return the segments without empty ones, neighbours in one that are neighbours in a file: each is a call to the system."""
+    found: list[Segment] = []
+    for segment in segments:
+        if not segment.nbytes:
+            continue
+        last, fill = found[-1] if found else None, segment.fill
+        if (
+            last is None
+            or last.end != segment.begin
+            or not isinstance(fill, FileRange)
+            or not fill.follows(last.fill, last.nbytes)
+        ):
+            found.append(segment)
+        else:
+            found[-1] = Segment(begin=last.begin, nbytes=last.nbytes + segment.nbytes, fill=last.fill)
+    return found

@@ -635,7 +635,7 @@ def test_bench_import_never_reports_a_negative_time(
     monkeypatch: pytest.MonkeyPatch, ours: float, expected: tuple[float, bool]
 ) -> None:
     monkeypatch.setattr(bench, "_milliseconds", lambda code: 10.0 if code == "pass" else ours)
-    monkeypatch.setattr(bench, "_python", lambda code: "")
+    monkeypatch.setattr(bench, "run_python", lambda code: "")
     found = bench.measure_import(bench.BenchOptions())
     assert (found["import_ms"], found["is_within_noise"], found["spread_ms"]) == (*expected, 0.0)
 

@@ -120,3 +120,67 @@ def test_external_weights_take_pages_from_a_budget() -> None:
         kv.plan_memory(replace(engine, external_weights_nbytes=1 << 40), budget)
     with pytest.raises(kv.ConfigError, match="external_weights_nbytes: -1"):
         replace(engine, external_weights_nbytes=-1)
+
+
+# -- one way in for everything that comes from files
+
+
+def both(tmp_path: Path) -> tuple[Path, Path]:
+    weights = write(tmp_path / "model.safetensors", {"a": np.arange(600, dtype=np.float32)})
+    return weights, save_peft(tmp_path / "fr", peft(pairs(MODULE)))
+
+
+def test_loads_of_all_kinds_share_their_staging(tmp_path: Path) -> None:
+    weights, adapter = both(tmp_path)
+    with kv.SharedResources.create_for_llm(lora_config()) as resources:
+        assert resources.lora_manager is not None
+        pinned, seen = resources.device.pinned, []
+
+        def note(done: int, total: int) -> None:
+            with pytest.raises(kv.StateError, match="an upload is running in this thread"):
+                resources.external_weight_manager.load(weights)  # it goes through the same blocks
+            seen.append(done)
+
+        before = pinned.current_bytes
+        resources.lora_manager.load("fr", adapter, progress=note)
+        assert seen
+        held = pinned.current_bytes
+        resources.external_weight_manager.load(weights)
+        assert pinned.current_bytes <= max(held, before + (64 << 20))
+        assert np.array_equal(resources.external_weight_manager.tensors["a"].to_host(), np.arange(600, dtype=np.float32))
+    assert pinned.current_bytes == resources.device.memory.current_bytes == 0
+
+
+@pytest.mark.parametrize("kind", ["weights", "adapter"])
+def test_close_is_refused_while_something_is_loaded(tmp_path: Path, kind: str) -> None:
+    weights, adapter = both(tmp_path)
+    with kv.SharedResources.create_for_llm(lora_config()) as resources, kv.Batch(resources) as batch:
+        sequence = batch.admit(num_tokens=3)
+        assert resources.lora_manager is not None
+        seen = []
+
+        def close(done: int, total: int) -> None:
+            seen.append(done)
+            with pytest.raises(kv.StateError, match="are being loaded"):
+                resources.close()
+
+        if kind == "weights":
+            resources.external_weight_manager.load(weights, progress=close)
+            assert resources.external_weight_manager.tensors["a"].to_host()[5] == 5
+        else:
+            resources.lora_manager.load("fr", adapter, progress=close)
+            assert list(resources.lora_manager.adapters) == ["fr"]
+        assert seen
+        batch.step({sequence: 3})  # nothing was closed
+    assert resources.device.memory.current_bytes == resources.device.pinned.current_bytes == 0
+
+
+def test_weights_that_are_closed_while_they_are_loaded_leave_nothing(tmp_path: Path) -> None:
+    weights, _ = both(tmp_path)
+    with kv.SharedResources.create_for_llm(config()) as resources:
+        held = resources.device.memory.current_bytes
+        manager = resources.external_weight_manager
+        with pytest.raises(kv.StateError, match="external weights are closed; this call needs them constructed"):
+            manager.load(weights, progress=lambda done, total: manager.close())
+        assert (manager.state, manager.nbytes, dict(manager.tensors)) == ("closed", 0, {})
+        assert resources.device.memory.current_bytes == held

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +15,6 @@ from hypothesis import given, strategies as st
 from numba_kv.device import Device, Memory, create_device
 from numba_kv.device.host_device import HostDevice
 from numba_kv.errors import DeviceError, InputError, StateError, WeightError
-from numba_kv.kernels.pump import Pump, PumpFunctions, PumpJob, address_of
 from numba_kv.weights import SafetensorsFile, Uploader
 from numba_kv.weights.assembly import FileRange
 from numba_kv.weights.windows import Segment, Windows
@@ -88,6 +87,31 @@ def test_windows_are_the_segments(sizes: list[int], grains: int, gaps: int) -> N
     for begin, end in windows.ranges:
         windows.fill(found[begin:end], begin)
     assert np.array_equal(found, whole)
+
+
+def test_neighbours_in_a_file_are_read_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arrays = {
+        f"t{i:02}": RANDOM.integers(1, 256, size).astype(np.uint8) for i, size in enumerate([256, 512, 0, 256, 100, 256, 300])
+    }
+    at, segments = 0, []
+    with SafetensorsFile(write(tmp_path / "a.safetensors", arrays)) as file, SafetensorsFile(file.path) as same:
+        for name, array in arrays.items():
+            source = same if name == "t03" else file
+            segments.append(Segment(begin=at, nbytes=array.size, fill=FileRange(source, file.tensors[name].offset)))
+            at += -(-array.size // 256) * 256
+        reads, read = [], SafetensorsFile.read_into
+
+        def noted(self: SafetensorsFile, out: np.ndarray, offset: int) -> None:
+            reads.append(len(out))
+            read(self, out, offset)
+
+        monkeypatch.setattr(SafetensorsFile, "read_into", noted)
+        windows = Windows(segments, 1 << 20)
+        found = np.full(windows.nbytes, 0xEE, np.uint8)
+        windows.fill(found, 0)
+    assert reads == [256 + 512, 256, 100, 256 + 300]  # another file object ends a run, and so does a gap
+    for segment, array in zip(segments, arrays.values(), strict=True):
+        assert np.array_equal(found[segment.begin : segment.end], array)
 
 
 def test_a_block_is_not_filled_before_its_copy_has_run() -> None:
@@ -225,6 +249,141 @@ def test_what_progress_raises_ends_the_upload(error: type[BaseException]) -> Non
         uploader.upload([Segment(begin=0, nbytes=1 << 20, fill=fill)], device.allocate(1 << 20), report)
 
 
+# -- where it goes
+
+
+def test_blocks_are_filled_while_the_destination_is_made() -> None:
+    device, begun = HostDevice("cpu"), threading.Event()
+    segments, whole = contents([5000])
+
+    def fill(out: np.ndarray, at: int) -> None:
+        segments[0].fill(out, at)
+        begun.set()
+
+    def make() -> Memory:
+        assert begun.wait(10)
+        return device.allocate(8192)
+
+    with Uploader(device, staging_nbytes=4096, block_nbytes=1024, num_readers=2, direct=False) as uploader:
+        memory = uploader.upload([Segment(begin=0, nbytes=5000, fill=fill)], make)
+    assert memory.array is not None
+    assert np.array_equal(memory.array[:5000], whole)
+
+
+@pytest.mark.parametrize("direct", [True, False])
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [(DeviceError("none is left"), "none is left"), (KeyboardInterrupt("stop"), "stop"), (None, "the destination has 256")],
+)
+def test_a_destination_that_fails_ends_everything(direct: bool, error: BaseException | None, says: str) -> None:
+    device = HostDevice("cpu")
+    before = threading.active_count()
+    memory = device.allocate(256)
+
+    def make() -> Memory:
+        if error is not None:
+            raise error
+        return memory
+
+    segments, whole = contents([50_000])
+    with Uploader(device, staging_nbytes=8192, block_nbytes=1024, num_readers=3, direct=direct) as uploader:
+        for destination in (make, make) if error is not None else (make, memory):
+            with pytest.raises(InputError if error is None else type(error), match=says):
+                uploader.upload(segments, destination)
+            assert device.bytes_to_device == 0
+            assert threading.active_count() == before
+        assert not memory.array.any()  # type: ignore[union-attr]
+        assert np.array_equal(received(device, uploader.upload(segments, device.allocate(50_000)), 50_000), whole)
+
+
+# -- threads and blocks
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_threads_end_with_the_upload(direct: bool) -> None:
+    device, before = HostDevice("cpu"), threading.active_count()
+    segments, whole = contents([50_000])
+    with Uploader(device, staging_nbytes=8192, block_nbytes=1024, num_readers=4, direct=direct) as uploader:
+        uploader.upload(segments, device.allocate(len(whole)))
+        assert threading.active_count() == before
+
+
+def test_an_interrupt_while_threads_start_ends_those_that_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, before = HostDevice("cpu"), threading.active_count()
+    submit, calls = ThreadPoolExecutor.submit, []
+
+    def interrupted(self: ThreadPoolExecutor, *work: object) -> object:
+        calls.append(work)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return submit(self, *work)  # type: ignore[arg-type]
+
+    segments, whole = contents([50_000])
+    with Uploader(device, staging_nbytes=8192, block_nbytes=1024, num_readers=4, direct=False) as uploader:
+        with monkeypatch.context() as patch:
+            patch.setattr(ThreadPoolExecutor, "submit", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                uploader.upload(segments, device.allocate(len(whole)))
+        assert threading.active_count() == before
+        assert np.array_equal(received(device, uploader.upload(segments, device.allocate(50_000)), 50_000), whole)
+
+
+def test_no_more_blocks_are_made_than_windows_need() -> None:
+    device, small = HostDevice("cpu"), contents([2000])[0]
+    with Uploader(device, staging_nbytes=8192, block_nbytes=1024, num_readers=4, direct=False) as uploader:
+        assert device.pinned.peak_bytes == uploader.staged_nbytes == 0
+        uploader.upload(small, device.allocate(2048))
+        assert device.pinned.current_bytes == uploader.staged_nbytes == 2048
+        uploader.upload(contents([50_000])[0], device.allocate(50_176))
+        assert device.pinned.current_bytes == uploader.staged_nbytes == 8192
+        uploader.upload(small, device.allocate(2048))
+        assert device.pinned.peak_bytes == 8192
+    assert device.pinned.current_bytes == 0
+
+
+def test_uploads_of_two_threads_take_turns() -> None:
+    device, running = HostDevice("cpu"), []
+    pieces = [contents([30_000]) for _ in range(4)]
+    memories = [device.allocate(30_000) for _ in pieces]
+    most = []
+
+    def watched(segment: Segment) -> Segment:
+        def fill(out: np.ndarray, at: int) -> None:
+            running.append(id(segment))
+            most.append(len(set(running)))
+            segment.fill(out, at)
+            running.remove(id(segment))
+
+        return Segment(begin=0, nbytes=segment.nbytes, fill=fill)
+
+    uploader = Uploader(device, staging_nbytes=4096, block_nbytes=1024, num_readers=2, direct=False)
+    with uploader, ThreadPoolExecutor(len(pieces)) as threads:
+        wholes = [[watched(segments[0])] for segments, _ in pieces]
+        assert list(threads.map(uploader.upload, wholes, memories)) == memories
+    assert set(most) == {1}
+    for (_, whole), memory in zip(pieces, memories, strict=True):
+        assert np.array_equal(memory.array, whole)
+
+
+def test_an_upload_that_runs_is_neither_closed_nor_nested() -> None:
+    device, refused = HostDevice("cpu"), []
+    segments, whole = contents([5000])
+    memory = device.allocate(5000)
+    uploader = Uploader(device, staging_nbytes=4096, block_nbytes=1024, direct=False)
+
+    def report(done: int, total: int) -> None:
+        for call in (uploader.close, uploader.check_idle, lambda: uploader.upload(segments, memory)):
+            with pytest.raises(StateError, match="are being loaded|is running in this thread"):
+                call()
+            refused.append(call)
+
+    uploader.upload(segments, memory, report)
+    assert len(refused) >= 6
+    assert np.array_equal(memory.array, whole)
+    uploader.check_idle()
+    uploader.close()
+
+
 def test_wrong_segments_copy_nothing() -> None:
     device = create_device()
     content = np.ones(300, np.uint8)
@@ -245,128 +404,3 @@ def test_wrong_segments_copy_nothing() -> None:
 def test_wrong_options(options: dict[str, int]) -> None:
     with pytest.raises(InputError, match="_nbytes|num_readers"):
         Uploader(create_device(), **options)  # type: ignore[arg-type]
-
-
-class HostPump:
-    """The compiled loop on host memory: the driver's functions are Python's."""
-
-    def __init__(self, fails_at: int = -1) -> None:
-        self.copies: list[int] = []
-        signature = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p)
-
-        def copy(destination: int, source: int, nbytes: int, stream: int) -> int:
-            if len(self.copies) == fails_at:
-                return 719
-            self.copies.append(destination)
-            ctypes.memmove(destination, source, nbytes)
-            return 0
-
-        library, copy_ = ctypes.CDLL(None), signature(copy)
-        zero = address_of(library.abs)  # an event of 0: recorded and done
-        self.pump = Pump(
-            PumpFunctions(
-                read=address_of(library.pread),
-                zero=address_of(library.memset),
-                copy=address_of(copy_),
-                record=zero,
-                wait=zero,
-                keep=(library, copy_),
-            )
-        )
-
-    def run(self, job: PumpJob, reader: int = 0) -> int | None:
-        blocks = np.full((2, 4096), 0xDD, np.uint8)
-        return self.pump.run(job, reader, [block.ctypes.data for block in blocks], [0, 0])
-
-
-def file_windows(path: Path, sizes: list[int]) -> tuple[SafetensorsFile, Windows, dict[str, np.ndarray]]:
-    arrays = {f"t{i}": RANDOM.integers(1, 256, size).astype(np.uint8) for i, size in enumerate(sizes)}
-    file = SafetensorsFile(write(path, arrays))
-    segments, at = [], 0
-    for name, array in arrays.items():
-        segments.append(Segment(begin=at, nbytes=array.size, fill=FileRange(file, file.tensors[name].offset)))
-        at += -(-array.size // 256) * 256 + 512
-    return file, Windows(segments, 4096), arrays
-
-
-def job_of(windows: Windows, destination: np.ndarray, readers: int = 1) -> PumpJob:
-    segments, others = windows.file_ranges()
-    return PumpJob(
-        segments,
-        others,
-        window_nbytes=4096,
-        total_nbytes=windows.nbytes,
-        destination=destination.ctypes.data,
-        stream=0,
-        num_readers=readers,
-    )
-
-
-needs_pread = pytest.mark.skipif(not hasattr(__import__("os"), "preadv"), reason="the compiled loop needs pread")
-
-
-@needs_pread
-@pytest.mark.parametrize("sizes", [[1], [4096], [10_000, 0, 3, 5000, 256, 4095], [700] * 40], ids=str)
-def test_the_compiled_loop_copies_what_the_python_one_does(tmp_path: Path, sizes: list[int]) -> None:
-    file, windows, _ = file_windows(tmp_path / "a.safetensors", sizes)
-    expected = np.empty(windows.nbytes, np.uint8)
-    windows.fill(expected, 0)
-    found = np.full(windows.nbytes, 0xEE, np.uint8)
-    host, job = HostPump(), job_of(windows, found)
-    assert host.run(job) is None
-    assert np.array_equal(found, expected)
-    assert job.done.tolist() == [windows.nbytes]
-    assert len(host.copies) == len(windows.ranges)
-    file.close()
-
-
-@needs_pread
-def test_compiled_readers_share_the_windows(tmp_path: Path) -> None:
-    file, windows, _ = file_windows(tmp_path / "a.safetensors", [200_000])
-    found, host = np.zeros(windows.nbytes, np.uint8), HostPump()
-    job = job_of(windows, found, readers=4)
-    threads = [threading.Thread(target=host.run, args=(job, reader)) for reader in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert sorted(host.copies) == [found.ctypes.data + begin for begin, _ in windows.ranges]
-    assert job.done.sum() == windows.nbytes
-    file.close()
-
-
-@needs_pread
-def test_the_compiled_loop_leaves_other_windows_alone(tmp_path: Path) -> None:
-    file, windows, _ = file_windows(tmp_path / "a.safetensors", [9000, 100])
-    first, second = windows._segments
-    mixed = Windows([first, of_bytes(second.begin, np.ones(100, np.uint8))], 4096)
-    assert mixed.file_ranges()[1] == [2]
-    found, host = np.full(mixed.nbytes, 0xEE, np.uint8), HostPump()
-    assert host.run(job_of(mixed, found)) is None
-    assert len(host.copies) == 2
-    assert (found[8192:] == 0xEE).all()
-    file.close()
-
-
-@needs_pread
-def test_the_compiled_loop_names_the_window_that_it_cannot_read(tmp_path: Path) -> None:
-    path = tmp_path / "a.safetensors"
-    file, windows, _ = file_windows(path, [20_000])
-    with path.open("r+b") as shorter:
-        shorter.truncate(file.tensors["t0"].offset + 9000)
-    found, host = np.zeros(windows.nbytes, np.uint8), HostPump()
-    assert host.run(job_of(windows, found)) == 2
-    assert len(host.copies) == 2
-    file.close()
-
-
-@needs_pread
-def test_the_compiled_loop_says_what_the_driver_said(tmp_path: Path) -> None:
-    file, windows, _ = file_windows(tmp_path / "a.safetensors", [20_000])
-    found, host = np.zeros(windows.nbytes, np.uint8), HostPump(fails_at=2)
-    job = job_of(windows, found)
-    with pytest.raises(DeviceError, match="error 719"):
-        host.run(job)
-    assert host.run(job) is None  # the job is stopped for the other readers too
-    assert len(host.copies) == 2
-    file.close()

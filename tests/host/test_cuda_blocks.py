@@ -1,0 +1,130 @@
+"""Host blocks on a stand-in for the driver: when pages are locked, what follows a copy, and who gives the lock back."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from numba_kv.device.cuda_device import CudaDevice
+from numba_kv.device.locked_pages import large_pages
+from numba_kv.errors import CapacityError, DeviceError
+from numba_kv.weights import Uploader
+from numba_kv.weights.blocks import Block
+from numba_kv.weights.windows import Segment
+from tests.helpers.fake_driver import MINE, OTHER, FakeDriver, FakeNative, cuda_device
+
+Fake = tuple[CudaDevice, FakeDriver, FakeNative]
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fake]:
+    with cuda_device(monkeypatch) as fake:
+        yield fake
+
+
+def names(driver: FakeDriver) -> list[str]:
+    found = [name for name, _ in driver.calls]
+    driver.calls.clear()
+    return found
+
+
+def test_pages_are_locked_by_the_first_copy_out_of_them(fake: Fake) -> None:
+    device, driver, _ = fake
+    block = Block(device, 4096)
+    block.wait()
+    block.bytes[:] = 7
+    assert names(driver) == []
+    assert device.pinned.current_bytes == 0
+    block.send(0xA000, 300, device.stream)
+    assert names(driver) == ["cuMemHostRegister", "cuMemcpyHtoDAsync", "record"]
+    assert driver.arguments["cuMemHostRegister"][:2] == (block.bytes.ctypes.data, 4096)
+    assert driver.arguments["cuMemcpyHtoDAsync"][:3] == (0xA000, block.bytes.ctypes.data, 300)
+    assert (block.bytes == 7).all()
+    assert device.pinned.current_bytes == block.locked_nbytes == 4096
+    block.wait()
+    block.send(0xB000, 4096, device.stream)
+    assert names(driver) == ["event sync", "cuMemcpyHtoDAsync", "record"]
+    block.close()
+    block.close()
+    gc.collect()
+    assert names(driver) == ["cuMemHostUnregister"]
+    assert device.pinned.current_bytes == 0
+
+
+def test_the_lock_goes_with_the_last_array_that_shows_the_pages(fake: Fake) -> None:
+    device, driver, _ = fake
+    block = Block(device, 4096)
+    block.send(0xA000, 300, device.stream)
+    shown = block.bytes[:10]
+    block.close()
+    gc.collect()
+    assert "cuMemHostUnregister" not in names(driver)
+    driver.stack[:] = [OTHER]
+    del shown
+    gc.collect()
+    assert driver.calls == [("cuMemHostUnregister", MINE)]
+    assert driver.stack == [OTHER]
+
+
+def test_locks_that_outlive_the_driver_are_left_to_the_process(fake: Fake) -> None:
+    device, driver, _ = fake
+    block = Block(device, 4096)
+    block.send(0xA000, 300, device.stream)
+    names(driver)
+    driver.cuCtxGetCurrent = lambda: (driver.CUresult.CUDA_ERROR_DEINITIALIZED, 0)  # type: ignore[method-assign]
+    driver.cuCtxPushCurrent = lambda context: (driver.CUresult.CUDA_ERROR_DEINITIALIZED,)  # type: ignore[method-assign]
+    del block
+    gc.collect()  # an error here would be an unraisable one
+    assert names(driver) == []
+
+
+def test_pages_that_cannot_be_locked_are_copied_to_those_of_the_driver(fake: Fake) -> None:
+    device, driver, native = fake
+    driver.results["cuMemHostRegister"] = (driver.CUresult.CUDA_ERROR_NOT_SUPPORTED,)
+    block = Block(device, 4096)
+    block.bytes[:] = np.arange(4096).astype(np.uint8)
+    block.send(0xA000, 300, device.stream)
+    assert names(driver) == ["cuMemHostRegister", "pinned allocate", "cuMemcpyHtoDAsync", "record"]
+    assert driver.arguments["cuMemcpyHtoDAsync"][1] == block.bytes.ctypes.data
+    assert np.array_equal(block.bytes, np.arange(4096).astype(np.uint8))
+    block.close()
+    gc.collect()
+    assert names(driver) == ["buffer close"]
+    native.failure = RuntimeError("none is left")
+    block = Block(device, 4096)
+    with pytest.raises(RuntimeError, match="none is left"):
+        block.send(0xA000, 300, device.stream)
+    assert device.pinned.current_bytes == 0
+
+
+@pytest.mark.parametrize("call", ["cuMemcpyHtoDAsync", "cuMemHostRegister"])
+def test_an_upload_that_the_driver_refuses_leaves_nothing(fake: Fake, call: str) -> None:
+    device, driver, native = fake
+    failed = (driver.CUresult.CUDA_ERROR_ILLEGAL_ADDRESS,)
+    destination = device.allocate(1 << 16)
+    if call == "cuMemHostRegister":
+        driver.results[call], native.failure = failed, DeviceError("no pages either")
+    else:
+        left = [1, 1, 1]
+        driver.results[call] = lambda *arguments: (driver.CUresult.CUDA_SUCCESS,) if left and left.pop() else failed
+    with Uploader(device, staging_nbytes=8192, block_nbytes=1024, num_readers=1) as uploader:
+        segment = Segment(begin=0, nbytes=1 << 16, fill=lambda out, at: out.fill(1))
+        with pytest.raises(DeviceError, match="ILLEGAL_ADDRESS|no pages either"):
+            uploader.upload([segment], destination)
+    del uploader
+    gc.collect()
+    found = names(driver)
+    assert found.count("cuMemHostUnregister") == found.count("cuMemHostRegister") - (call == "cuMemHostRegister")
+    assert device.pinned.current_bytes == 0
+    assert driver.stack == []
+
+
+def test_large_pages_are_aligned_zeros() -> None:
+    pages = large_pages(5000)
+    assert pages.ctypes.data % (2 << 20) == 0
+    assert (pages.nbytes, pages.any()) == (5000, False)
+    with pytest.raises(CapacityError, match="cannot be mapped"):
+        large_pages(1 << 62)
