@@ -124,6 +124,11 @@ class StateCommits:
             for launch, each in self._launches:
                 launch(rows * each, where, tokens=tokens)
 
+    @property
+    def num_launches(self) -> int:
+        """Kernels of a commit, once there was one."""
+        return 1 + len(self._launches or ())
+
     def refusals(self) -> dict[int, CommitStatus]:
         """Return the rows of which the device refused a commit since the last call, and why; the words are cleared.
 

@@ -37,6 +37,11 @@ class StateVerification(Unique):
         """Whether commits replay the inputs of accepted tokens."""
         return self.has_intermediate_recurrent_states and self.plan.config.recurrent_spec_verify_mode == "replay"
 
+    @property
+    def commit_launches(self) -> int:
+        """Kernels of a commit, once there was one."""
+        return self._commits.num_launches
+
     def reshape_intermediate_states(self, num_rows: int, num_tokens: int) -> None:
         """Say how the next verification step packs its snapshots or inputs: ``[num_rows, num_tokens, ...]``.
 
