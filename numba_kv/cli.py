@@ -145,7 +145,7 @@ def _add_inspect(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_bench(parser: argparse.ArgumentParser) -> None:
-    text = "advance, import, replay, copy, step, load, kv, rope, lora or all (default)"
+    text = "advance, import, replay, copy, step, load, kv, rope, lora, spec or all (default)"
     parser.add_argument("measure", nargs="?", default="all", metavar="MEASURE", help=text)
     text = "sequences of the measure advance (default 256); step sweeps its rows, and replay takes 64"
     parser.add_argument("--batch", type=_integer(1), default=256, metavar="ROWS", help=text)

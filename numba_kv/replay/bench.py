@@ -200,6 +200,13 @@ def measure_lora(options: BenchOptions) -> dict[str, object]:
     return bench_adapters.measure_lora(options.target)
 
 
+def measure_rounds(options: BenchOptions) -> dict[str, object]:
+    """Time speculative rounds and commits of accepted states."""
+    from numba_kv.replay.bench_spec import measure_spec
+
+    return measure_spec(options.target)
+
+
 #: Name of a measure -> what takes it, in the order of ``all``.
 MEASURES: Mapping[str, Measure] = {
     "import": measure_import,
@@ -211,6 +218,7 @@ MEASURES: Mapping[str, Measure] = {
     "kv": measure_data,
     "rope": measure_rope,
     "lora": measure_lora,
+    "spec": measure_rounds,
 }
 
 
