@@ -195,6 +195,11 @@ class PairedBatches(Unique, ABC):
         """Pages that nobody holds, of the full-attention pool that has fewer of them; 0 without one."""
         return min((batch.free_pages for batch in self._members if not batch.plan.groups[0].is_empty), default=0)
 
+    @property
+    def is_exact(self) -> bool:
+        """Whether the host knows the lengths of all rows exactly; if not, `sync_lengths` asks the device."""
+        return all(batch.stepper.ledger.is_exact for batch in self._members)
+
     def draft_length(self, sequence: Sequence) -> int:
         """Return the tokens of a sequence in the draft, which may differ from `Sequence.length` within a round.
 
