@@ -164,6 +164,36 @@ class RoundModel:
         for array in arrays:
             array._memory.close(device.stream)
 
+    def commit(
+        self,
+        paths: Mapping[kv.Sequence, Sequence[int]],
+        tree: tuple[int, ...] | None,
+        on_device: bool,
+        wrong: Mapping[kv.Sequence, int] | None = None,
+    ) -> None:
+        """Commit paths, as nodes after a tree, else as counts; `wrong` counts stand for those of some sequences."""
+        counts = {**{s: len(path) for s, path in paths.items()}, **(wrong or {})}
+        if on_device:
+            rows = None if tree is None else {s.row: path for s, path in paths.items()}
+            self.commit_on_device({s.row: n for s, n in counts.items()}, rows)
+        else:
+            self.batch.commit(counts if tree is None else dict(paths))
+
+    def rewind(self, sequence: kv.Sequence, count: int) -> None:
+        """Take tokens back in both models."""
+        self.batch.rewind({sequence: count})
+        self.lengths[sequence] -= count
+        target = self.lengths[sequence]
+        for told in self.base.told[sequence].values():
+            del told[target:]
+        self.base.rewound.add(sequence)
+        if self.draft is not None:
+            own = next(iter(self.own({sequence: 0})))
+            self.draft_lengths[sequence] = min(self.draft_lengths[sequence], target)
+            for told in self.draft.told[own].values():
+                del told[target:]
+            self.draft.rewound.add(own)
+
     def check(self) -> None:
         """Compare lengths, K and V of both models and states with what is known."""
         self.batch.sync_lengths()
