@@ -83,6 +83,14 @@ class RoundLaunches:
         self._values |= {"live": buffers.live, "status": buffers.status, "state_index": buffers.state_index}
         self._values |= {"keeps": int(keeps), "has_draft": int(draft is not None), "kept": self._kept, "slots": self._slots}
         self._bound: OrderedDict[tuple[Any, ...], Any] = OrderedDict()
+        self._bind_commit(self._told[: self._rows], None, None)  # compiled and loaded now: a first call may be captured
+        if self._has_states:
+            base.mamba_cache.prepare_commits()
+
+    def prepare_tree(self, parents: Tensor) -> None:
+        """Compile and bind what trees need; as the rest, before a capture. Enqueues nothing."""
+        self._moves.bound(Tensor(self._path._memory, self._device, _INT32, parents.shape))
+        self._placing(parents)
 
     def commit(self, accepted: Tensor, nodes: Tensor | None, parents: Tensor | None, stream: Stream) -> int:
         """Enqueue a commit of checked arrays: int32 [B], [B, A] and [B, V]. Returns the number of kernels.
@@ -113,14 +121,7 @@ class RoundLaunches:
 
     def place_nodes(self, parents: Tensor, stream: Stream) -> None:
         """Enqueue the positions of the nodes of the step that was just made."""
-        buffers = self._base.step_buffers
-
-        def bind() -> Launch:
-            values = {name: getattr(buffers, name) for name in ("positions", "cu_seqlens_q", "context_lens", "appended")}
-            return place_nodes.bind(self._device, {**values, "parents": unowned(parents)})
-
-        launch: Launch = self._cached(("nodes", *_key(parents)), bind)
-        launch(parents.size, stream)
+        self._placing(parents)(parents.size, stream)
 
     def tell(self, accepted: NDArray[np.int32], nodes: NDArray[np.int32] | None) -> tuple[Tensor, Tensor | None]:
         """Send what the host says was accepted; return it on the device. Stream: enqueues one copy."""
@@ -139,6 +140,16 @@ class RoundLaunches:
         """Give the staging block back. Stream: waits for copies in flight."""
         self._bound.clear()
         self._staging.close()
+
+    def _placing(self, parents: Tensor) -> Launch:
+        buffers = self._base.step_buffers
+
+        def bind() -> Launch:
+            values = {name: getattr(buffers, name) for name in ("positions", "cu_seqlens_q", "context_lens", "appended")}
+            return place_nodes.bind(self._device, {**values, "parents": unowned(parents)})
+
+        launch: Launch = self._cached(("nodes", *_key(parents)), bind)
+        return launch
 
     def _bind_commit(self, accepted: Tensor, nodes: Tensor | None, parents: Tensor | None) -> tuple[Launch, Tensor, Launch]:
         columns = 0 if nodes is None else nodes.shape[1]

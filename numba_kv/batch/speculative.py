@@ -129,6 +129,7 @@ class SpeculativeBatch(HostlessRounds):
                 memory = self.resources.take_once(name, 4 * rows * len(found))
                 made = Tensor(memory, self.resources.device, dtype("int32"), (rows, len(found)))
                 made.fill_from(np.tile(np.array(found, np.int32), (rows, 1)))
+                self.rounds.prepare_tree(made)
                 self._trees[found] = made
             return self._trees[found]
 
