@@ -126,6 +126,14 @@ def _add_replay(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kv-pages", type=_integer(1), metavar="N", help=text)
     text = "with --reuse: snapshots of recurrent states (default: as many as rows)"
     parser.add_argument("--kept-states", type=_integer(1), metavar="N", help=text)
+    text = "propose tokens with this model (as CONFIG) and verify them: rounds of random acceptance instead of single tokens"
+    parser.add_argument("--draft", metavar="CONFIG", help=text)
+    text = "with --draft: steps of the draft in a round (default 3)"
+    parser.add_argument("--draft-steps", type=_integer(1), default=3, metavar="K", help=text)
+    text = "with --draft: branches of each level of a tree; its accepted paths move together (default 1: a chain)"
+    parser.add_argument("--draft-branches", type=_integer(1), default=1, metavar="N", help=text)
+    text = "with --draft: probability that a proposal is accepted (default 0.7)"
+    parser.add_argument("--acceptance", type=float, default=0.7, metavar="P", help=text)
     parser.add_argument("--skip-too-long", action="store_true", help="leave out requests that are longer than the capacity")
     parser.add_argument("--report", metavar="FILE.html", help="write figures and picture as one HTML file (needs matplotlib)")
     parser.add_argument("--picture", metavar="FILE.png", help="write pages over time as a picture (needs matplotlib)")
@@ -145,7 +153,7 @@ def _add_inspect(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_bench(parser: argparse.ArgumentParser) -> None:
-    text = "advance, import, replay, copy, step, reuse, load, kv, rope, lora or all (default)"
+    text = "advance, import, replay, copy, step, reuse, load, kv, host, rope, lora, spec or all (default)"
     parser.add_argument("measure", nargs="?", default="all", metavar="MEASURE", help=text)
     text = "sequences of the measure advance (default 256); step sweeps its rows, and replay takes 64"
     parser.add_argument("--batch", type=_integer(1), default=256, metavar="ROWS", help=text)

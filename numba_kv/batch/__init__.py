@@ -5,9 +5,11 @@ from __future__ import annotations
 from numba_kv.batch.audit import AuditReport
 from numba_kv.batch.batch import Batch
 from numba_kv.batch.capture import CapturedStep
+from numba_kv.batch.captured_round import CapturedRound, RoundSteps
 from numba_kv.batch.prompt import Prompt
 from numba_kv.batch.sequence import Sequence
 from numba_kv.batch.snapshot import KVSnapshot
+from numba_kv.batch.speculative import SpeculativeBatch
 from numba_kv.batch.stats import BatchStats
 from numba_kv.batch.step_rope import StepRope
 from numba_kv.batch.swapped import SwappedSequence
@@ -17,10 +19,13 @@ __all__ = [
     "AuditReport",
     "Batch",
     "BatchStats",
+    "CapturedRound",
     "CapturedStep",
     "KVSnapshot",
     "Prompt",
+    "RoundSteps",
     "Sequence",
+    "SpeculativeBatch",
     "StepRope",
     "StepView",
     "SwappedSequence",

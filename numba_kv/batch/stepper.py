@@ -309,6 +309,38 @@ class Stepper:
         self._last[:] = 0  # the device's last step is the rewind
         self.stats.rewinds += len(rows)
 
+    # -- steps that know of another model --------------------------------------------------------------------------
+
+    def check_step(self, counts: NDArray[np.int64], steps: int = 1) -> None:
+        """Raise what `steps` steps of `counts` would raise; changes nothing."""
+        self.begin()
+        self._check_total(int(counts.sum()))
+        self._check_capacity(counts * steps)
+        find_leases(self.ledger, counts * steps)
+
+    def step_beside(self, most: NDArray[np.int64], is_exact: bool, enqueue: Callable[[Stream], int]) -> None:
+        """Make a step with a layout of its own, in which rows append what the device says: `most` tokens, or up to so many."""
+        self.begin()
+        self._check_capacity(most)
+        leases = find_leases(self.ledger, most)
+        if leases is not None:
+            self.move_pages(leases)
+        self._start_change()
+        self.stats.launches += enqueue(self.device.stream)
+        self.stats.steps += 1
+        self.stats.page_blocks += leases is not None
+        if is_exact:
+            self.ledger.note_even_steps(most, most)
+        else:
+            self.note_bounds(self.ledger.lo, self.ledger.hi + most)
+        self._last = most.copy()
+
+    def note_bounds(self, lowest: NDArray[np.int64], highest: NDArray[np.int64]) -> None:
+        """Note that the device changes lengths, within these bounds; a run of even steps goes on."""
+        self.settle()
+        self.ledger.widen(lowest, highest)
+        self._even.is_exact = False
+
     # -- the host mirror -----------------------------------------------------------------------------------------
 
     def settle(self) -> None:

@@ -118,11 +118,26 @@ class StateCommits:
             where = self._device.stream if stream is None else self._device.as_capturing_stream(stream)
             rows, tokens = self.packed
             check = self._check_of(accept_len, state_index, node_ids)
-            if self._launches is None:
-                self._launches = self._bind_launches()
+            launches = self._bound()
             check(rows, where, tokens=tokens)
-            for launch, each in self._launches:
+            for launch, each in launches:
                 launch(rows * each, where, tokens=tokens)
+
+    def prepare(self) -> None:
+        """Compile and bind what moves states, so that the first commit can be part of a capture. Host only."""
+        with self._guard:
+            self._check_active()
+            self._bound()
+
+    def _bound(self) -> list[tuple[Launch, int]]:
+        if self._launches is None:
+            self._launches = self._bind_launches()
+        return self._launches
+
+    @property
+    def num_launches(self) -> int:
+        """Kernels of a commit."""
+        return 1 + len(self._bound())
 
     def refusals(self) -> dict[int, CommitStatus]:
         """Return the rows of which the device refused a commit since the last call, and why; the words are cleared.

@@ -37,6 +37,23 @@ class StateVerification(Unique):
         """Whether commits replay the inputs of accepted tokens."""
         return self.has_intermediate_recurrent_states and self.plan.config.recurrent_spec_verify_mode == "replay"
 
+    @property
+    def commit_launches(self) -> int:
+        """Kernels of a commit."""
+        return self._commits.num_launches
+
+    def prepare_commits(self) -> None:
+        """Compile what commits need, so that the first one can be part of a capture.
+
+        Raises
+        ------
+        StateError
+            If the plan has no verification.
+
+        Stream: host only. Cost: seconds, the first time on a machine.
+        """
+        self._commits.prepare()
+
     def reshape_intermediate_states(self, num_rows: int, num_tokens: int) -> None:
         """Say how the next verification step packs its snapshots or inputs: ``[num_rows, num_tokens, ...]``.
 

@@ -76,6 +76,7 @@ class Status(IntEnum):
     OVER_CAPACITY = 2
     PAGE_MISSING = 3
     REWIND_TOO_FAR = 4
+    BAD_PATH = 5
 
 
-OK, BAD_COUNT, OVER_CAPACITY, PAGE_MISSING, REWIND_TOO_FAR = (int(s) for s in Status)
+OK, BAD_COUNT, OVER_CAPACITY, PAGE_MISSING, REWIND_TOO_FAR, BAD_PATH = (int(s) for s in Status)

@@ -202,6 +202,13 @@ def measure_tier(options: BenchOptions) -> dict[str, object]:
     return measure_host(options.target)
 
 
+def measure_rounds(options: BenchOptions) -> dict[str, object]:
+    """Time speculative rounds and commits of accepted states."""
+    from numba_kv.replay.bench_spec import measure_spec
+
+    return measure_spec(options.target)
+
+
 #: Name of a measure -> what takes it, in the order of ``all``.
 MEASURES: Mapping[str, Measure] = {
     "import": measure_import,
@@ -215,6 +222,7 @@ MEASURES: Mapping[str, Measure] = {
     "host": measure_tier,
     "rope": measure_rope,
     "lora": measure_lora,
+    "spec": measure_rounds,
 }
 
 

@@ -25,7 +25,7 @@ from numba_kv.shared_resources import SharedResources
 if TYPE_CHECKING:
     from numba_kv.device import Device, Stream, Tensor
 
-__all__ = ["KVSizes", "measure_kv"]
+__all__ = ["KVSizes", "measure_kv", "plain_copy_us", "stream_us"]
 
 #: Layers, so that a copy of pages is larger than what the host does for it, and the one that is written and read.
 _LAYERS, _LAYER = 8, 0
@@ -193,8 +193,8 @@ class _Bench:
         return 2 * sizes.tokens * sizes.heads * sizes.dim * (2 + dtype(self.kind).itemsize)
 
     def _point(self, what: str, nbytes: int, work: Callable[[], object]) -> dict[str, object]:
-        copy = _copy_us(self.device, nbytes)
-        us = _stream_us(self.device, work)
+        copy = plain_copy_us(self.device, nbytes)
+        us = stream_us(self.device, work)
         found: dict[str, object] = {"what": what, "pool": self.kind, "tokens": self.sizes.tokens, "us": round(us, 2)}
         found["gb_per_s"] = round(nbytes / us / 1e3, 1)
         if copy is not None:
@@ -211,7 +211,7 @@ class _Bench:
         return {f"{name}_us": round(us, 2) for name, us in self._others().times(what).items()}
 
 
-def _stream_us(device: Device, work: Callable[[], object], repeat: int = 15, inner: int = 5) -> float:
+def stream_us(device: Device, work: Callable[[], object], repeat: int = 15, inner: int = 5) -> float:
     """Return the median time of `work` on the device's stream: several between two events, so that no launch is waited for."""
     stream = device.stream
     for _ in range(2):
@@ -249,7 +249,7 @@ def _captured(device: Device, work: Callable[[Stream], None], steps: int) -> dic
 
     with device.active():
         graph = device.capture(many)
-        us = _stream_us(device, lambda: graph.launch(device.stream), inner=1) / steps
+        us = stream_us(device, lambda: graph.launch(device.stream), inner=1) / steps
         host = []
         for _ in range(20):
             device.stream.synchronize()
@@ -261,7 +261,7 @@ def _captured(device: Device, work: Callable[[Stream], None], steps: int) -> dic
     return {"captured_us": round(us, 3), "captured_host_us": round(statistics.median(host), 3)}
 
 
-def _copy_us(device: Device, nbytes: int) -> float | None:
+def plain_copy_us(device: Device, nbytes: int) -> float | None:
     """Return the time of a plain copy that moves `nbytes`, read and written together: torch's on a GPU, NumPy's elsewhere."""
     if device.target == "cuda":
         return torch_kv.copy_us(nbytes // 2) if torch_kv.is_installed() else None

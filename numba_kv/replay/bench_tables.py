@@ -65,12 +65,25 @@ _HOST_COLUMNS = (
     ("swap out", "swap_out_of_plain", "a sequence swapped out, its bookkeeping included"),
     ("swap back", "swap_back_of_plain", "a sequence swapped in"),
 )
+
+_SPEC_COLUMNS = (
+    ("what", "what", "round: draft steps, verification and commit in both models; else a commit of accepted states"),
+    ("layers", "layers", "recurrent layers"),
+    ("host", "host_us", "microseconds of the calls on the host"),
+    ("graph host", "captured_host_us", "microseconds on the host for one round of a graph of 20"),
+    ("captured", "captured_us", "microseconds on the GPU for one round of the graph"),
+    ("commit", "captured_commit_us", "microseconds on the GPU for a commit alone, of rows that verified nothing"),
+    ("us", "us", "microseconds of a commit of all rows and layers, median"),
+    ("GB/s", "gb_per_s", "bytes read once and bytes written once"),
+    ("of copy", "of_copy", "speed beside a plain copy of as many bytes"),
+)
 Columns = tuple[tuple[str, str, str], ...]
 _SWEEPS: Mapping[str, tuple[str, Columns]] = {
     "step": ("step: bookkeeping of a decode step, median microseconds", _STEP_COLUMNS),
     "reuse": ("reuse: prefix hits, lower quartile of microseconds", _REUSE_COLUMNS),
     "kv": ("kv: K and V into pages and out of them", _KV_COLUMNS),
     "host": ("host: pages to page-locked memory and back", _HOST_COLUMNS),
+    "spec": ("spec: speculative rounds, and commits of accepted states", _SPEC_COLUMNS),
 }
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from numba_kv.config import LLMEngineConfig, load_engine_config
+from numba_kv.config import DeploymentConfig, LLMEngineConfig, load_engine_config
 from numba_kv.config.read import show, show_path
 from numba_kv.errors import ConfigError, InputError
 from numba_kv.geometry import INT32_MAX, round_up
@@ -29,6 +29,7 @@ from numba_kv.replay.report import check_drawing, check_picture, write_picture, 
 from numba_kv.replay.request import Trace, fit_to_capacity
 from numba_kv.replay.reuse import ReplayReuse
 from numba_kv.replay.run import ReplayOptions, ReplayResult, replay
+from numba_kv.replay.speculation import ReplaySpeculation, chain_or_tree
 from numba_kv.replay.tables import Budget, plan_json, plan_table, replay_table
 from numba_kv.replay.trace import read_trace
 
@@ -61,6 +62,7 @@ class _Job:
     config: LLMEngineConfig
     name: str
     trace: Trace
+    deployment: DeploymentConfig | None = None
     skipped: int
     options: ReplayOptions
     notes: tuple[str, ...] = ()
@@ -93,16 +95,25 @@ def _replay(args: Namespace) -> None:
     rows = args.batch or _DEFAULT_ROWS
     if args.chunk > INT32_MAX:
         raise InputError(f"--chunk: {args.chunk} is not in 1..{INT32_MAX}")
+    if args.draft is not None and args.reuse:
+        raise InputError("--draft: not together with --reuse; a draft's pages are not kept")
+    proposed = 0 if args.draft is None else args.draft_steps * args.draft_branches  # verified behind the last kept token
     # Without --capacity the file's own limit is the most; what the trace needs of it is known when both have been read.
     widest = load_model(args, rows=rows, capacity=args.capacity, max_batch_tokens=rows + args.chunk)
-    most = widest.max_kv_cache_capacity
+    most = widest.max_kv_cache_capacity - proposed
+    if proposed and most < 2:
+        raise InputError(
+            f"--draft-steps: {proposed} proposals a round leave no room in the {widest.max_kv_cache_capacity} tokens of a row"
+        )
     trace, skipped = fit_to_capacity(_read(args, most), most, skip_too_long=args.skip_too_long)
-    capacity = args.capacity or min(most, round_up(trace.longest, 256))
+    capacity = args.capacity or min(most + proposed, round_up(trace.longest + proposed, 256))
     config = load_model(args, rows=rows, capacity=capacity, max_batch_tokens=rows + args.chunk)
     if args.reuse:
         config = _with_kept(replace(config, num_kv_pages=args.kv_pages), args.kept_window_pages, args.kept_states)
+    deployment = None if args.draft is None else _with_draft(args, config, rows, capacity)
     job = _Job(
         config=config,
+        deployment=deployment,
         name=model_name(args.config, widest),
         trace=trace,
         skipped=skipped,
@@ -110,6 +121,7 @@ def _replay(args: Namespace) -> None:
             chunk=args.chunk,
             audit_every=args.audit_every,
             reuse=ReplayReuse(every_tokens=args.reuse_every) if args.reuse else None,
+            speculation=ReplaySpeculation(acceptance=args.acceptance) if deployment is not None else None,
         ),
         notes=tuple(merged_windows(args, config)),
         memory=args.memory,
@@ -120,6 +132,14 @@ def _replay(args: Namespace) -> None:
         write_picture(picture, result.figures, result.history)
     if report:
         write_report(report, result.figures, result.history)
+
+
+def _with_draft(args: Namespace, base: LLMEngineConfig, rows: int, capacity: int) -> DeploymentConfig:
+    """Return the base with the draft that `args` name."""
+    steps, branches = args.draft_steps, args.draft_branches
+    own = Namespace(**{**vars(args), "config": args.draft})
+    draft = load_model(own, rows=rows, capacity=capacity + steps * branches, max_batch_tokens=rows + args.chunk)
+    return chain_or_tree(base, draft, steps, branches)
 
 
 def _with_kept(config: LLMEngineConfig, window_pages: int | None, states: int | None) -> LLMEngineConfig:
@@ -137,8 +157,12 @@ def _serve(job: _Job, output: Output) -> ReplayResult:
     """Run a replay with a progress bar, show its tables and write its JSON."""
     from numba_kv.shared_resources import SharedResources
 
+    if job.deployment is None:
+        made = SharedResources.create_for_llm(job.config, target=job.target, memory_bytes=job.memory)
+    else:
+        made = SharedResources.create_for_spec_decode(job.deployment, target=job.target, memory_bytes=job.memory)
     with (
-        SharedResources.create_for_llm(job.config, target=job.target, memory_bytes=job.memory) as resources,
+        made as resources,
         _progress(output, job.trace) as on_progress,
     ):
         result = replay(resources, job.trace, job.options, config_name=job.name, skipped=job.skipped, on_progress=on_progress)

@@ -101,6 +101,8 @@ class ReplayFigures:
         One per window group that has layers.
     reuse : mapping or None
         What was reused, kept and given up (`numba_kv.replay.reuse`); None: nothing was kept.
+    speculation : mapping or None
+        Rounds, and what they kept (`numba_kv.replay.speculation`); None: there was no draft.
     """
 
     target: str
@@ -129,6 +131,7 @@ class ReplayFigures:
     plan_bytes: int
     groups: tuple[GroupFigures, ...]
     reuse: Mapping[str, Any] | None = None
+    speculation: Mapping[str, Any] | None = None
 
     def to_json(self) -> dict[str, object]:
         """Return the figures as plain objects for `json.dump`."""
@@ -163,6 +166,7 @@ class ReplayFigures:
             "wall_s": round(self.wall_s, 3),
             "plan_bytes": self.plan_bytes,
             **({} if self.reuse is None else {"reuse": dict(self.reuse)}),
+            **({} if self.speculation is None else {"speculation": dict(self.speculation)}),
         }
 
 

@@ -18,9 +18,10 @@ from numba_kv.replay.request import Trace
 from numba_kv.replay.reuse import ReplayReuse, ReusingScheduler, TracePolicy, check_hash_ids, reuse_json
 from numba_kv.replay.schedule import SchedulerOptions
 from numba_kv.replay.scheduler import Scheduler
+from numba_kv.replay.speculation import ReplaySpeculation, SpeculativeScheduler
 
 if TYPE_CHECKING:
-    from numba_kv.batch import Batch, Sequence
+    from numba_kv.batch import Batch, Sequence, SpeculativeBatch
     from numba_kv.context import ReuseOptions
     from numba_kv.shared_resources import SharedResources
 
@@ -41,12 +42,15 @@ class ReplayOptions:
         Seconds between two calls of `on_progress`.
     reuse : ReplayReuse or None
         Whether prompts begin with what earlier ones left; every request has `hash_ids` then.
+    speculation : ReplaySpeculation or None
+        How tokens are proposed and accepted; the resources have a draft then.
     """
 
     chunk: int = 2048
     audit_every: int = 1000
     progress_every_s: float = 0.1
     reuse: ReplayReuse | None = None
+    speculation: ReplaySpeculation | None = None
 
     def __post_init__(self) -> None:
         if self.audit_every < 0:
@@ -94,9 +98,14 @@ def replay(
     InvariantError
         If an audit fails.
     """
-    from numba_kv.batch import Batch
+    from numba_kv.batch import Batch, SpeculativeBatch
 
     chosen = options or ReplayOptions()
+    if chosen.speculation is not None:
+        with SpeculativeBatch(resources) as pair:
+            run = _Run(resources, pair.base, trace, chosen, pair)
+            run.serve(on_progress)
+            return ReplayResult(run.figures(config_name, skipped), run.history)
     reuse = None if chosen.reuse is None else _batch_options(chosen.reuse, trace, resources.plan.config.page_tokens)
     with Batch(resources, reuse=reuse) as batch:
         run = _Run(resources, batch, trace, chosen)
@@ -116,9 +125,18 @@ def _batch_options(reuse: ReplayReuse, trace: Trace, page_tokens: int) -> ReuseO
 class _Run:
     """One replay in progress."""
 
-    def __init__(self, resources: SharedResources, batch: Batch, trace: Trace, options: ReplayOptions) -> None:
+    def __init__(
+        self,
+        resources: SharedResources,
+        batch: Batch,
+        trace: Trace,
+        options: ReplayOptions,
+        pair: SpeculativeBatch | None = None,
+    ) -> None:
         plan = resources.plan
+        self._pair = pair
         self._plan = plan
+        self._plan_nbytes = sum(each.nbytes for each in resources.plans)
         self._target = resources.device.target
         self._batch = batch
         self._trace = trace
@@ -132,7 +150,9 @@ class _Run:
             page_tokens=None if full.is_empty else full.page_tokens,
         )
         self._scheduler: Scheduler[Sequence]
-        if options.reuse is None:
+        if pair is not None and options.speculation is not None:
+            self._scheduler = SpeculativeScheduler(pair, requests, limits, options.speculation)
+        elif options.reuse is None:
             self._scheduler = Scheduler(batch, requests, limits)
         else:
             self._scheduler = ReusingScheduler(batch, requests, limits)
@@ -182,7 +202,9 @@ class _Run:
             self.history.record(self._steps, self._scheduler.tokens_held, held)
 
     def _audit(self) -> None:
-        report = self._batch.audit()
+        report = self._batch.audit() if self._pair is None else self._pair.audit()[0]
+        if isinstance(self._scheduler, SpeculativeScheduler):
+            self._scheduler.check_lengths()
         self._audits += 1
         for i, group in enumerate(self._groups):
             self._held[i] = report.pools[group.index].peak_owned
@@ -217,7 +239,7 @@ class _Run:
             host=Latency.of(self._host_ns),
             host_steady=Latency.of(self._steady_ns),
             wall_s=self._wall_s,
-            plan_bytes=self._plan.nbytes,
+            plan_bytes=self._plan_nbytes,
             groups=tuple(
                 GroupFigures(
                     index=g.index,
@@ -234,4 +256,5 @@ class _Run:
                 for g, held, mapped in zip(self._groups, self._held, self._mapped, strict=True)
             ),
             reuse=reuse,
+            speculation=self._scheduler.to_json() if isinstance(self._scheduler, SpeculativeScheduler) else None,
         )

@@ -29,7 +29,7 @@ from numba_kv.geometry import ceil_div
 from numba_kv.replay.request import Request
 from numba_kv.replay.schedule import BatchLike, SchedulerOptions, StepOutcome
 
-__all__ = ["Scheduler", "Waiting"]
+__all__ = ["Running", "Scheduler", "Waiting"]
 
 S = TypeVar("S")
 
@@ -53,8 +53,18 @@ class Waiting:
         self.output = output
 
 
-class _Running(Generic[S]):
-    """A request in a row."""
+class Running(Generic[S]):
+    """A request in a row.
+
+    Attributes
+    ----------
+    job, handle, order : Waiting, sequence, int
+        What it is, its sequence in the batch, and its place among all that joined.
+    prompt_left : int
+        Prompt tokens that no step has appended.
+    decode_from : int
+        Steps done when its prompt was in; -1 while it is not.
+    """
 
     __slots__ = ("decode_from", "handle", "job", "order", "prompt_left")
 
@@ -63,7 +73,7 @@ class _Running(Generic[S]):
         self.handle = handle
         self.order = order
         self.prompt_left = job.prompt
-        self.decode_from = -1  # steps done when its prompt was in; -1 while it is not
+        self.decode_from = -1
 
 
 class Scheduler(Generic[S]):
@@ -101,10 +111,10 @@ class Scheduler(Generic[S]):
                 "a decode step of every row must fit"
             )
         self._waiting = deque(Waiting(r, r.input_tokens, r.output_tokens) for r in requests)
-        self._running: list[_Running[S]] = []  # by the order they joined
-        self._prefilling: deque[_Running[S]] = deque()  # likewise
+        self._running: list[Running[S]] = []  # by the order they joined
+        self._prefilling: deque[Running[S]] = deque()  # likewise
         self._decoding: dict[S, int] = {}  # handle -> 1, ready to be stepped
-        self._ends: list[tuple[int, int, _Running[S]]] = []  # heap of (steps after which it is done, order, sequence)
+        self._ends: list[tuple[int, int, Running[S]]] = []  # heap of (steps after which it is done, order, sequence)
         self._step = 0
         self._joined = 0
         self._is_short = False  # somebody gave way and nobody has been done since
@@ -166,7 +176,7 @@ class Scheduler(Generic[S]):
         if not done and not joining:
             return 0, 0
         for job, (handle, begun) in zip(joining, self._change(done, joining), strict=True):
-            sequence = _Running(job, handle, self._joined)
+            sequence = Running(job, handle, self._joined)
             sequence.prompt_left -= begun
             self.tokens_held += begun
             self._joined += 1
@@ -223,7 +233,7 @@ class Scheduler(Generic[S]):
     def _pages(self, tokens: int) -> int:
         return ceil_div(tokens, self._options.page_tokens or 1)
 
-    def _forget(self, sequence: _Running[S]) -> None:
+    def _forget(self, sequence: Running[S]) -> None:
         """Take a sequence out of everything but the heap of ends."""
         self._running.remove(sequence)
         if sequence.decode_from < 0:
@@ -233,13 +243,13 @@ class Scheduler(Generic[S]):
 
     # -- one step's tokens ---------------------------------------------------------------------------------------------
 
-    def _compose(self) -> tuple[int | dict[S, int], list[tuple[_Running[S], int]]]:
+    def _compose(self) -> tuple[int | dict[S, int], list[tuple[Running[S], int]]]:
         """Return what to step, and which prompts get how many tokens of it."""
         if not self._prefilling:
             return 1, []
-        counts = dict(self._decoding)
+        counts = self._beside()
         budget = min(self._options.chunk, self._options.max_batch_tokens - len(counts))
-        grants: list[tuple[_Running[S], int]] = []
+        grants: list[tuple[Running[S], int]] = []
         for sequence in self._prefilling:
             if budget <= 0:
                 break
@@ -249,14 +259,30 @@ class Scheduler(Generic[S]):
             grants.append((sequence, n))
         return counts, grants
 
-    def _grant(self, grants: list[tuple[_Running[S], int]]) -> None:
+    def _grant(self, grants: list[tuple[Running[S], int]]) -> None:
         for sequence, n in grants:
             sequence.prompt_left -= n
             if sequence.prompt_left == 0:
                 self._prefilling.remove(sequence)  # in front, but for chunks that end early
                 sequence.decode_from = self._step
-                self._decoding[sequence.handle] = 1
-                heapq.heappush(self._ends, (self._step + sequence.job.output, sequence.order, sequence))
+                self._start_decoding(sequence)
+
+    def _beside(self) -> dict[S, int]:
+        """Return what a step with prompts appends beside them."""
+        return dict(self._decoding)
+
+    def _start_decoding(self, sequence: Running[S]) -> None:
+        """Note that a prompt is in."""
+        self._decoding[sequence.handle] = 1
+        self._end_at(self._step + sequence.job.output, sequence)
+
+    def _generated(self, sequence: Running[S]) -> int:
+        """Return the tokens that a sequence has generated."""
+        return self._step - sequence.decode_from
+
+    def _end_at(self, step: int, sequence: Running[S]) -> None:
+        """Note that a sequence is done when so many steps are."""
+        heapq.heappush(self._ends, (step, sequence.order, sequence))
 
     def _give_way(self, error: CapacityError) -> None:
         """Put the sequence that joined last back in front of the queue.
@@ -277,12 +303,12 @@ class Scheduler(Generic[S]):
                 free=error.free,
                 evictable=error.evictable,
             ) from error
-        self._forget(sequence)
         self.tokens_held -= job.prompt - sequence.prompt_left
+        generated = self._generated(sequence) if sequence.decode_from >= 0 else 0
+        self._forget(sequence)
         if sequence.decode_from >= 0:
-            self._ends.remove((sequence.decode_from + job.output, sequence.order, sequence))
+            self._ends = [end for end in self._ends if end[2] is not sequence]
             heapq.heapify(self._ends)
-            generated = self._step - sequence.decode_from
             self.tokens_held -= generated
             job = Waiting(job.request, job.prompt + generated, job.output - generated)
         self._is_short = True

@@ -139,6 +139,10 @@ def figure_rows(figures: ReplayFigures) -> list[tuple[str, str]]:
         ("audits", f"{f.audits:,} ok"),
         ("host time of a step", _latency(f.host)),
     ]
+    if f.speculation is not None:
+        s = f.speculation
+        mean = s["accepted_tokens"] / max(1, s["verified_rows"])
+        rows.insert(6, ("rounds", f"{s['rounds']:,}; {mean:.2f} of {s['verify_tokens']} tokens were kept"))
     if f.reuse is not None:
         r = f.reuse
         rows.append(("reused", f"{r['reused_tokens']:,} of {r['looked_up_tokens']:,} prompt tokens ({r['hit_rate']:.1%})"))

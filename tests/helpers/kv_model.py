@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import numpy as np
@@ -40,7 +40,9 @@ class KVModel:
     def __init__(self, batch: kv.Batch, io: KVIO, kind: str = "float32") -> None:
         self.batch, self.io, self.kind = batch, io, kind
         self.random = np.random.default_rng(5)
-        self.layers = [i for i, layer in enumerate(batch.plan.config.layers) if layer.owns_kv]
+        config = batch.plan.config  # layers are decoder layers
+        places = enumerate(config.attention_indices)
+        self.layers = [layer for layer, place in places if place >= 0 and config.layers[place].owns_kv]
         self.told: dict[object, dict[int, list[np.ndarray]]] = {}
         self.rewound: set[object] = set()  # since their last step: pages below are mapped again by the next one
 
@@ -48,19 +50,21 @@ class KVModel:
         """Append tokens."""
         if not counts:
             return
-        view = self.batch.step(counts)
-        order = sorted((s.row, s, n) for s, n in counts.items())
+        self.write(self.batch.step(counts), counts)
+
+    def write(self, view: kv.StepView, counts: Mapping[kv.Sequence, int]) -> None:
+        """Write K and V of a step in which sequences appended so many tokens."""
+        starts = view.cu_seqlens_q.to_host()
         for layer in self.layers:
-            storage = self.batch.resources.cache_managers[0].storage(layer)
+            storage = self.io._caches.storage(layer)
             shape = (view.num_tokens, storage.num_kv_heads, storage.head_dim)
             k, v = (numbers(self.random, shape, self.kind) for _ in range(2))
             self.io.write(layer, uploaded(self.io, k), uploaded(self.io, v), view)
-            self.rewound -= set(counts)
-            at = 0
-            for _, sequence, count in order:
+            for sequence, count in counts.items():
                 told = self.told.setdefault(sequence, {i: [] for i in self.layers})[layer]
+                at = int(starts[sequence.row])
                 told += [np.stack([k[t], v[t]]) for t in range(at, at + count)]
-                at += count
+        self.rewound -= {sequence for sequence, count in counts.items() if count}
 
     def rewind(self, sequence: kv.Sequence, count: int) -> None:
         """Take tokens back."""
@@ -89,14 +93,14 @@ class KVModel:
     def check(self) -> None:
         """Read all that a next token sees of every sequence."""
         sequences = [s for s in self.batch.sequences if s in self.told]
-        if not sequences:
+        if not sequences or not self.layers:
             return
         lengths = uploaded(self.io, np.array([s.length for s in sequences], np.int32))
         rows = uploaded(self.io, np.array([s.row for s in sequences], np.int32))
         columns = max(s.length for s in sequences) + 1
-        begins = self.batch.resources.cache_managers[0].step_buffers.mapped_begin.to_host()
+        begins = self.io._caches.step_buffers.mapped_begin.to_host()
         for layer in self.layers:
-            storage = self.batch.resources.cache_managers[0].storage(layer)
+            storage = self.io._caches.storage(layer)
             shape = (len(sequences), columns, storage.num_kv_heads, storage.head_dim)
             k, v = (uploaded(self.io, np.ones(shape, NUMPY[self.kind])) for _ in range(2))
             self.io.gather(layer, k, v, lengths, rows=rows)

@@ -1,0 +1,191 @@
+"""Speculative rounds without the host: captured by the batch or by the caller, they leave what the same calls leave."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import numba_kv as kv
+from numba_kv.batch import RoundSteps
+from tests.helpers.rounds import DEPLOYMENTS, ROWS, RoundModel, opened_rounds
+from tests.helpers.states import everything, int32
+
+PROMPTS = (9, 4)
+
+
+def seen(model: RoundModel) -> dict[str, Any]:
+    """Return what can be seen of both models: lengths, tables, step data and states."""
+    batch = model.batch
+    batch.sync_lengths()
+    batch.audit()
+    found: dict[str, Any] = {}
+    for place, caches in enumerate(batch.resources.cache_managers):
+        buffers = caches.step_buffers
+        for name in ("lengths", "high_water", "appended", "mapped_begin", "status", "seq_lens", "context_lens"):
+            found[f"{place} {name}"] = getattr(buffers, name).to_host()
+        for g, table in list(enumerate(buffers.page_tables))[1:]:  # of the full group pages run ahead
+            found[f"{place} table {g}"] = table.to_host()
+    states = batch.resources.cache_managers[0].mamba_cache
+    for name in ("recurrent_state", "conv_state"):
+        if states.num_layers:
+            found[name] = everything(states, name)
+    return found
+
+
+def same(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert np.array_equal(found[name], value), name
+
+
+@pytest.mark.parametrize("name", DEPLOYMENTS)
+def test_captured_rounds_are_the_calls(name: str) -> None:
+    """Two rounds a launch, three launches; the last row is not in use."""
+    counts = [2, 1, 55]
+    with opened_rounds(name) as called, opened_rounds(name) as captured:
+        called.admit(*PROMPTS)
+        captured.admit(*PROMPTS)
+        batch, steps = called.batch, called.batch.round_steps
+        given = int32(batch.resources.device, counts)
+        for _ in range(6):
+            if steps.catch_up is not None:
+                batch.catch_up(steps.catch_up)
+            for _ in range(steps.draft_steps):
+                batch.draft_step()
+            batch.verify_step()
+            batch.commit(given)
+            batch.sync_lengths()  # or the host's bounds reach the capacity, long before the rows do
+        device = captured.batch.resources.device
+        accepted = int32(device, counts)
+        graph = captured.batch.capture(accepted, rounds=2)
+        graph.reserve(6)
+        sent = device.bytes_to_device
+        for _ in range(3):
+            graph.launch()
+        assert device.bytes_to_device == sent
+        with pytest.raises(kv.StateError, match="reserved ones are left"):
+            graph.launch()
+        with pytest.raises(kv.StateError, match="launched and not noted"):
+            captured.batch.step(1)
+        graph.advanced()
+        same(seen(captured), seen(called))
+        assert [s.length for s in captured.batch.sequences] == [9 + 6 * 2, 4 + 6]
+        graph.close()
+        with pytest.raises(kv.StateError, match="closed"):
+            graph.launch()
+        for array in (given, accepted):
+            array._memory.close(array.device.stream)
+
+
+@pytest.mark.parametrize("name", ["tree", "replay"])
+def test_rounds_of_trees_are_captured(name: str) -> None:
+    """The arrays are read at each replay."""
+    with opened_rounds(name) as model:
+        sequences = model.admit(*PROMPTS)
+        batch, device = model.batch, model.batch.resources.device
+        accepted, nodes = int32(device, [0] * ROWS), int32(device, [[-1] * 3] * ROWS)
+        graph = batch.capture(accepted, nodes, tree=batch.tree((-1, 0, 0, 1)))
+        for paths in ([(0, 1, 3), (0, 2, -1), (0, 0, 0)], [(0, -1, -1), (0, 1, -1), (9, 9, 9)]):
+            real = [[n for n in path if n >= 0] for path in paths[:2]]
+            accepted.fill_from(np.array([*map(len, real), 9], np.int32))
+            nodes.fill_from(np.array(paths, np.int32))
+            before = [s.length for s in sequences]
+            graph.reserve(1)
+            graph.launch()
+            graph.advanced()
+            batch.sync_lengths()
+            assert [s.length for s in sequences] == [n + len(path) for n, path in zip(before, real, strict=True)]
+            assert batch.refusals() == {}
+            batch.audit()
+        graph.close()
+        for array in (accepted, nodes):
+            array._memory.close(device.stream)
+
+
+def test_a_round_in_a_capture_of_the_callers_own() -> None:
+    """Model code runs between the calls; here it only looks at what it would read."""
+    with opened_rounds("chain") as model:
+        sequences = model.admit(*PROMPTS)
+        batch, device = model.batch, model.batch.resources.device
+        accepted = int32(device, [3, 1, 0])
+        steps = RoundSteps(verify_tokens=4, draft_steps=3)
+
+        def work(stream: object) -> None:
+            for _ in range(3):
+                batch.enqueue_draft_step(stream)
+            batch.enqueue_verify_step(stream)
+            batch.enqueue_commit(stream, accepted)
+
+        batch.reserve(5, steps)
+        graph = device.capture(work)
+        for _ in range(5):
+            graph.launch(device.stream)
+        batch.advanced(5, steps)
+        batch.sync_lengths()
+        assert [s.length for s in sequences] == [9 + 15, 4 + 5]
+        assert [batch.draft_length(s) for s in sequences] == [9 + 15, 4 + 5]
+        batch.audit()
+        graph.close()
+        accepted._memory.close(device.stream)
+
+
+def test_a_row_that_is_refused_in_a_graph_says_why() -> None:
+    with opened_rounds("chain") as model:
+        first, second = model.admit(*PROMPTS)
+        batch, device = model.batch, model.batch.resources.device
+        accepted = int32(device, [5, 1, 0])
+        graph = batch.capture(accepted)
+        graph.reserve(1)
+        graph.launch()
+        graph.advanced()
+        assert batch.refusals() == {first: kv.Status.BAD_COUNT}
+        batch.sync_lengths()
+        assert (first.length, second.length) == (9 + 4, 4 + 1)
+        batch.audit()
+        graph.close()
+        accepted._memory.close(device.stream)
+
+
+def test_rounds_that_cannot_be() -> None:
+    with opened_rounds("chain") as model:
+        batch, device = model.batch, model.batch.resources.device
+        accepted = int32(device, [1, 1, 1])
+        wrong = {
+            "not a RoundSteps": 3,
+            "5 of a row": RoundSteps(verify_tokens=5),
+            "6 tokens drafted": RoundSteps(verify_tokens=4, draft_steps=3, draft_tokens=2),
+            "ahead: 2": RoundSteps(verify_tokens=4, catch_up=2),
+            "draft_tokens: 0": RoundSteps(verify_tokens=4, draft_tokens=0),
+            "verify_tokens|tokens: 0": RoundSteps(verify_tokens=0),
+        }
+        for match, steps in wrong.items():
+            with pytest.raises(kv.InputError, match=match):
+                batch.capture(accepted, steps=steps)  # type: ignore[arg-type]
+        with pytest.raises(kv.StateError, match="no sequence is active"):
+            batch.reserve(1)
+        model.admit(45)
+        with pytest.raises(kv.CapacityError, match="exceed max_kv_cache_capacity"):
+            batch.reserve(1)
+        batch.audit()
+        accepted._memory.close(device.stream)
+
+
+def test_steady_rounds_send_nothing() -> None:
+    """Calls, not graphs: once layouts are there and pages run ahead, no byte goes to the device."""
+    with opened_rounds("chain") as model:
+        model.admit(1, 1)
+        batch, device = model.batch, model.batch.resources.device
+        accepted = int32(device, [1, 0, 0])
+        sent = []
+        for _ in range(4):
+            before = device.bytes_to_device
+            batch.catch_up(1)
+            for _ in range(2):
+                batch.draft_step()
+            batch.verify_step()
+            batch.commit(accepted)
+            sent.append(device.bytes_to_device - before)
+        assert sent[-1] == 0
+        accepted._memory.close(device.stream)
