@@ -1,7 +1,8 @@
 """PagedCache: a transformers ``Cache`` whose K and V live in numba_kv's pages.
 
 ``model.generate(..., cache=PagedCache.for_model(model, ...))`` gives the tokens that transformers' own cache gives, with any
-attention implementation: K and V of each layer are gathered from the pages into a dense array before its attention.
+attention implementation: K and V of each layer are gathered from the pages into a dense array before its attention. With
+``attention="paged"`` nothing is gathered: the layers attend over the pages.
 """
 
 from __future__ import annotations
@@ -12,10 +13,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 import transformers
 
+from numba_kv.adapters.transformers_attention import AttentionChoice
 from numba_kv.adapters.transformers_forward import ForwardSteps
 from numba_kv.adapters.transformers_kv import DenseKV
 from numba_kv.adapters.transformers_layers import PagedLayer
 from numba_kv.adapters.transformers_model import read_model
+from numba_kv.adapters.transformers_paged import PagedKV
 from numba_kv.adapters.transformers_rows import ModelRows
 from numba_kv.batch import Batch
 from numba_kv.device import resolve_target
@@ -35,6 +38,8 @@ if TYPE_CHECKING:
 
 __all__ = ["PagedCache"]
 
+#: Who reads K and V: the model's own attention, dense, or ours, in the pages.
+_ATTENTIONS = ("gather", "paged")
 #: How the driver calls the legacy default stream, which is torch's own as long as no other is chosen, where 0 means "none".
 _LEGACY_STREAM = 1
 
@@ -53,10 +58,11 @@ class PagedCache(Cache):
         The rows; for questions (`Batch.audit`, `Batch.stats`), not to be changed.
     """
 
-    def __init__(self, model: Any, layers: ModelLayers, resources: SharedResources) -> None:
+    def __init__(self, model: Any, layers: ModelLayers, resources: SharedResources, choice: AttentionChoice | None) -> None:
         self.resources = resources
         self.batch = Batch(resources)
-        self._kv = DenseKV(resources, layers)
+        self._kv = DenseKV(resources, layers) if choice is None else PagedKV(resources, layers.donors)
+        self._choice = choice
         self._forward = ForwardSteps(ModelRows(self.batch), self._kv, layers)
         self._has_closed = False
         capacity = resources.plan.config.max_kv_cache_capacity
@@ -79,6 +85,7 @@ class PagedCache(Cache):
         max_rewind_tokens: int = 0,
         max_batch_tokens: int | None = None,
         num_kv_pages: int | None = None,
+        attention: str = "gather",
         target: str | None = None,
         memory_bytes: int | None = None,
     ) -> PagedCache:
@@ -101,6 +108,11 @@ class PagedCache(Cache):
             prefilled in chunks.
         num_kv_pages : int, optional
             Pages of full attention; default every row at full length.
+        attention : {"gather", "paged"}
+            "gather": K and V are gathered for the attention that the model has; bit for bit what transformers' own cache gives.
+            "paged": `PagedAttention` reads the pages, which makes no dense copy and no mask, and gives the same up to rounding,
+            without gradients. The model attends so in forwards with this cache alone, one at a time; masks can hide pads on
+            the left of a prompt and nothing else.
         target : {"cuda", "cpu", "sim"}, optional
             Default: `cuda` for a model on a GPU, else `cpu` (or `sim` where that is switched on).
         memory_bytes : int, optional
@@ -115,6 +127,8 @@ class PagedCache(Cache):
 
         Stream: the current one of torch; the resources follow it from forward to forward. Waits once.
         """
+        if attention not in _ATTENTIONS:
+            raise InputError(f"attention: {attention!r} given, one of {', '.join(map(repr, _ATTENTIONS))} wanted")
         layers = read_model(
             model,
             max_batch=max_batch,
@@ -123,7 +137,9 @@ class PagedCache(Cache):
             max_rewind_tokens=max_rewind_tokens,
             max_batch_tokens=max_batch_tokens,
             num_kv_pages=num_kv_pages,
+            keeps_chunks=attention == "paged",
         )
+        choice = AttentionChoice(_decoder(model)) if attention == "paged" else None
         place = model.device
         name = target or ("cuda" if place.type == "cuda" else _host_target())
         if place.type not in ("cuda", "cpu") or (name == "cuda") != (place.type == "cuda"):
@@ -134,7 +150,7 @@ class PagedCache(Cache):
             layers.config, stream=stream, target=name, device=ordinal, memory_bytes=memory_bytes
         )
         try:
-            return cls(model, layers, resources)
+            return cls(model, layers, resources, choice)
         except BaseException:
             resources.close()
             raise
@@ -226,6 +242,7 @@ class PagedCache(Cache):
         """Forget all tokens and rows. Memory and addresses stay."""
         self._check_open()
         self._forward.reset()
+        self._attend_as_before()
 
     # -- what people ask -----------------------------------------------------------------------------------------
 
@@ -242,6 +259,7 @@ class PagedCache(Cache):
     def close(self) -> None:
         """Give the memory back and take the hooks off the model; a second call does nothing. Stream: waits."""
         self._hooks()
+        self._attend_as_before()
         if not self._has_closed:
             self._kv.close()
             self.resources.close()
@@ -268,6 +286,11 @@ class PagedCache(Cache):
         if self.is_closed:
             raise StateError("PagedCache is closed")
 
+    def _attend_as_before(self) -> None:
+        """Let the model choose its attention as it did, also behind a forward that an interrupt has ended."""
+        if self._choice is not None:
+            self._choice.stop()
+
     def _follow_stream(self, place: Any) -> None:
         stream = _current_stream(place)
         if int(getattr(stream, "cuda_stream", stream)) != self.resources.stream.handle:
@@ -286,6 +309,11 @@ def _current_stream(place: Any) -> Any:
     return stream if stream.cuda_stream else _LEGACY_STREAM
 
 
+def _decoder(model: Any) -> Any:
+    """Return the part of a model that holds its layers."""
+    return model.get_decoder() if hasattr(model, "get_decoder") else model
+
+
 def _numbers(values: Any) -> list[int]:
     found: list[int] = values.tolist() if hasattr(values, "tolist") else [int(value) for value in values]
     return found
@@ -296,7 +324,7 @@ def _hook(model: Any, cache: PagedCache) -> weakref.finalize[..., PagedCache]:
 
     The hooks know the cache weakly, so that it can go while the model stays, and take no notice of forwards with another cache.
     """
-    decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
+    decoder = _decoder(model)
     module, told = weakref.ref(decoder), weakref.ref(cache)
 
     def of(owner: Any, kwargs: dict[str, Any]) -> PagedCache | None:
@@ -308,10 +336,13 @@ def _hook(model: Any, cache: PagedCache) -> weakref.finalize[..., PagedCache]:
         found = of(owner, kwargs)
         if found is not None:
             found._forward.start(kwargs.get("attention_mask"))
+            if found._choice is not None:
+                found._choice.start()
 
     def behind(owner: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
         found = of(owner, kwargs)
         if found is not None:
+            found._attend_as_before()
             found._forward.stop(has_failed=result is None)
 
     handles = [

@@ -15,7 +15,7 @@ from numba_kv.errors import InputError, RewindTooFar, ShapeError, StateError
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from numba_kv.adapters.transformers_kv import DenseKV
+    from numba_kv.adapters.transformers_layer_kv import LayerKV
     from numba_kv.adapters.transformers_model import ModelLayers
     from numba_kv.adapters.transformers_rows import ModelRows, RowStep
 
@@ -31,7 +31,7 @@ class ForwardSteps:
         Rows of the model's batch.
     """
 
-    def __init__(self, rows: ModelRows, kv: DenseKV, layers: ModelLayers) -> None:
+    def __init__(self, rows: ModelRows, kv: LayerKV, layers: ModelLayers) -> None:
         self.rows = rows
         self._kv = kv
         self._layers = layers
@@ -46,16 +46,38 @@ class ForwardSteps:
     # -- what the hooks say --------------------------------------------------------------------------------------
 
     def start(self, mask: Any) -> None:
-        """Note that the model's decoder begins, with its 2-D attention mask if it has one."""
+        """Note that the model's decoder begins, with its 2-D attention mask if it has one.
+
+        Raises
+        ------
+        InputError
+            If attention reads pages, and the mask is of another kind.
+        """
         if self._running:
             self._problem = self._problem or "a forward was interrupted"
         self._running = True
         self._mask = mask if getattr(mask, "ndim", 0) == 2 else None
+        if self._kv.reads_pages and self._mask is None and _has_mask(mask):
+            raise InputError(
+                "attention_mask: one of [B, tokens] or none is wanted by attention over pages, which knows no other; use "
+                "attention='gather'"
+            )
 
     def stop(self, has_failed: bool) -> None:
-        """Note that the decoder has ended. The tokens of a forward that failed are taken back, where that is possible."""
+        """Note that the decoder has ended. The tokens of a forward that failed are taken back, where that is possible.
+
+        Raises
+        ------
+        StateError
+            If its layers did not attend over what they stored.
+        """
         self._running, self._mask = False, None
+        unread = [] if has_failed or self._step is None else self._kv.unread(self._owners)
+        self._kv.end()
         if not self._is_incomplete:
+            if unread:
+                self._problem = f"layers {unread} did not attend over their pages, and what they computed is wrong"
+                raise StateError(f"attention: {self._problem}; use attention='gather' for this model")
             return
         reached, step = max(self._done, default=-1), self._step
         if has_failed and step is not None:
@@ -121,8 +143,9 @@ class ForwardSteps:
     def reset(self) -> None:
         """Forget all tokens, and what went wrong."""
         self.rows.clear()
-        self._step = None
+        self._step = self._mask = None
         self._done.clear()
+        self._running = False  # no hook has said so behind an interrupt
         self._is_of_model = None
         self._problem = ""
 
@@ -134,6 +157,11 @@ class ForwardSteps:
 
     def _begin(self, layer: int, k: Any) -> RowStep:
         self._check_complete(0)
+        if self._kv.reads_pages and not self._running:
+            raise StateError(
+                "update: attention over pages works in forwards of the model that the cache was made for, not in another model "
+                "or in layers that are called one by one"
+            )
         if self._is_of_model is not None and self._is_of_model != self._running:
             raise StateError(
                 "update: the cache holds tokens of another model, or of layers that were called one by one; "
@@ -141,7 +169,10 @@ class ForwardSteps:
             )
         rows, tokens = k.shape[0], k.shape[2]
         self._check_hidden(rows, tokens)
-        step = self.rows.step(rows, tokens, self._pads(rows, tokens))
+        pads = self._pads(rows, tokens)
+        if self._kv.reads_pages:
+            self._check_visible(rows, tokens, pads)
+        step = self.rows.step(rows, tokens, pads)
         self._is_of_model = self._running
         self._step = step
         self._done.clear()
@@ -175,6 +206,22 @@ class ForwardSteps:
                 "stored; call reset() before another mask"
             )
 
+    def _check_visible(self, rows: int, tokens: int, pads: NDArray[np.int64] | None) -> None:
+        """Refuse a mask that hides tokens which are stored, now or with this step: attention over pages sees them. Waits."""
+        mask = self._mask
+        if mask is None or rows != mask.shape[0]:
+            return
+        stored = np.ones(tuple(mask.shape), bool)
+        if mask.shape[1] == self.rows.length + tokens:
+            stored = np.arange(mask.shape[1]) >= self.rows.offsets_after(rows, tokens, pads)[:, None]
+        is_hidden = mask.eq(0).cpu().numpy() & stored
+        if is_hidden.any():
+            row, column = np.argwhere(is_hidden)[0].tolist()
+            raise InputError(
+                f"attention_mask: hides column {column} of row {row}, which is stored; attention over pages hides nothing but "
+                "pads on the left of a prompt (and of those all but one of a forward that has no token); use attention='gather'"
+            )
+
     def _take_back(self, step: RowStep) -> None:
         """Undo a step that not all layers have seen."""
         if step.before:
@@ -192,3 +239,8 @@ class ForwardSteps:
             problem = f"a forward ended behind layer {max(self._done, default=-1)}, and the layers after it lack its tokens"
         if problem:
             raise StateError(f"the cache cannot go on: {problem}; call reset()")
+
+
+def _has_mask(mask: Any) -> bool:
+    """Return whether there is a mask, also in the form of one for each kind of layer."""
+    return any(each is not None for each in mask.values()) if isinstance(mask, dict) else mask is not None

@@ -127,6 +127,12 @@ class ModelRows:
         self.length += tokens
         return RowStep(view, rows, tokens, before, dropped if dropped.any() else None)
 
+    def offsets_after(self, rows: int, tokens: int, pads: NDArray[np.int64] | None) -> NDArray[np.int64]:
+        """Return the pads of each row as they would be after `step` with the same arguments: int64 [B]."""
+        if not self._sequences:
+            return self._dropped(np.zeros(rows, np.int64), tokens, pads)
+        return self.offsets + self._dropped(self.lengths, tokens, pads)
+
     def check_rewind(self, tokens: int) -> None:
         """Refuse a number of padded tokens that cannot be taken back."""
         if not 0 <= tokens <= self.length:
