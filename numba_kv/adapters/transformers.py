@@ -185,7 +185,7 @@ class PagedCache(Cache):
         Stream: enqueues on torch's current one.
         """
         self._check_open()
-        if key_states.device.type == "cuda":
+        if key_states.device.type == "cuda" and self._kv.stream is None:
             self._follow_stream(key_states.device)
         return self._forward.update(layer_idx, key_states, value_states)
 

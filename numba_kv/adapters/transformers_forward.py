@@ -6,6 +6,7 @@ them in the step before; hooks of the model's decoder add what is not seen from 
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,6 +14,8 @@ import numpy as np
 from numba_kv.errors import InputError, RewindTooFar, ShapeError, StateError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from numpy.typing import NDArray
 
     from numba_kv.adapters.transformers_layer_kv import LayerKV
@@ -42,6 +45,7 @@ class ForwardSteps:
         self._mask: Any = None
         self._is_of_model: bool | None = None
         self._problem = ""
+        self._is_recorded = False
 
     # -- what the hooks say --------------------------------------------------------------------------------------
 
@@ -80,6 +84,9 @@ class ForwardSteps:
                 raise StateError(f"attention: {self._problem}; use attention='gather' for this model")
             return
         reached, step = max(self._done, default=-1), self._step
+        if self._is_recorded:
+            self._step = None
+            return
         if has_failed and step is not None:
             try:
                 self._take_back(step)
@@ -107,6 +114,11 @@ class ForwardSteps:
                 f"layer_idx: {layer} stores no K and V; the layers of the cache that do are {sorted(self._owners)}"
             )
         self._kv.check(layer, k, v)
+        if self._kv.reads_pages and not self._running:
+            raise StateError(
+                "update: attention over pages works in forwards of the model that the cache was made for, not in another model "
+                "or in layers that are called one by one"
+            )
         step = self._step
         if step is None or layer in self._done:
             step = self._begin(layer, k)
@@ -122,6 +134,28 @@ class ForwardSteps:
         if self._step is not None and layer not in self._done:
             return self._step.before
         return self.rows.length
+
+    @contextmanager
+    def decode(self, stream: object, *, is_recorded: bool) -> Iterator[None]:
+        """Let the forward inside be a step of one token a row, whose bookkeeping the caller has enqueued on `stream`.
+
+        With `is_recorded` a graph is captured: nothing has been appended, and nothing is taken back if it fails.
+        """
+        step = self.rows.decode_step(0 if is_recorded else 1)
+        self._done.clear()
+        self._step, self._is_recorded = step, is_recorded
+        try:
+            self._kv.begin(step, self.rows.offsets)
+            self._kv.stream = stream
+            yield
+        finally:
+            self._kv.stream, self._is_recorded = None, False
+            if is_recorded:
+                self._step = None
+
+    def check_ready(self) -> None:
+        """Raise StateError behind a forward that not all layers have seen."""
+        self._check_complete(0)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Take ``-tokens_to_remove`` tokens back; see `ModelRows.rewind`."""
@@ -157,11 +191,8 @@ class ForwardSteps:
 
     def _begin(self, layer: int, k: Any) -> RowStep:
         self._check_complete(0)
-        if self._kv.reads_pages and not self._running:
-            raise StateError(
-                "update: attention over pages works in forwards of the model that the cache was made for, not in another model "
-                "or in layers that are called one by one"
-            )
+        if self._kv.stream is not None:
+            raise StateError(f"update: layer {layer} has brought K and V twice in one decode step")
         if self._is_of_model is not None and self._is_of_model != self._running:
             raise StateError(
                 "update: the cache holds tokens of another model, or of layers that were called one by one; "

@@ -32,9 +32,12 @@ class LayerKV(ABC):
     ----------
     reads_pages : bool
         Whether attention sees all that is stored, whatever a mask says.
+    stream : stream or None
+        Where work is enqueued; None: on the resources' own.
     """
 
     reads_pages = False
+    stream: object | None = None
 
     def __init__(self, resources: SharedResources) -> None:
         import torch

@@ -47,17 +47,18 @@ class StoredKV:
 class PagedKV(LayerKV):
     """Moves K and V of one model and attends over them. Owns launches and sinks; borrows the pools.
 
-    Attributes
+    Parameters
     ----------
-    stream : stream or None
-        Stream that is being captured, or None: the resources' own.
+    resources : SharedResources
+        Of the model.
+    donors : frozenset of int
+        Layers whose K and V later layers of the same forward read again.
     """
 
     reads_pages = True
 
     def __init__(self, resources: SharedResources, donors: frozenset[int]) -> None:
         super().__init__(resources)
-        self.stream: object | None = None
         self._attention = PagedAttention(self._caches, self._io)
         self._donors = donors
         self._step: RowStep | None = None
