@@ -7,23 +7,22 @@ attention implementation: K and V of each layer are gathered from the pages into
 
 from __future__ import annotations
 
-import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
 
 from numba_kv.adapters.transformers_attention import AttentionChoice
+from numba_kv.adapters.transformers_device import follow_stream, open_resources
 from numba_kv.adapters.transformers_forward import ForwardSteps
+from numba_kv.adapters.transformers_hooks import decoder_of, hook_forwards
 from numba_kv.adapters.transformers_kv import DenseKV
 from numba_kv.adapters.transformers_layers import PagedLayer
 from numba_kv.adapters.transformers_model import read_model
 from numba_kv.adapters.transformers_paged import PagedKV
 from numba_kv.adapters.transformers_rows import ModelRows
 from numba_kv.batch import Batch
-from numba_kv.device import resolve_target
 from numba_kv.errors import InputError, InteropError, RewindTooFar, StateError
-from numba_kv.shared_resources import SharedResources
 
 try:
     from transformers.cache_utils import Cache, DummyLayer
@@ -35,13 +34,12 @@ if TYPE_CHECKING:
     from typing import NoReturn
 
     from numba_kv.adapters.transformers_model import ModelLayers
+    from numba_kv.shared_resources import SharedResources
 
 __all__ = ["PagedCache"]
 
 #: Who reads K and V: the model's own attention, dense, or ours, in the pages.
 _ATTENTIONS = ("gather", "paged")
-#: How the driver calls the legacy default stream, which is torch's own as long as no other is chosen, where 0 means "none".
-_LEGACY_STREAM = 1
 
 
 class PagedCache(Cache):
@@ -72,7 +70,7 @@ class PagedCache(Cache):
                 for index, (window, owns) in enumerate(zip(layers.windows, layers.owners, strict=True))
             ]
         )
-        self._hooks = _hook(model, self)
+        self._hooks = hook_forwards(model, self)
 
     @classmethod
     def for_model(
@@ -139,16 +137,8 @@ class PagedCache(Cache):
             num_kv_pages=num_kv_pages,
             keeps_chunks=attention == "paged",
         )
-        choice = AttentionChoice(_decoder(model)) if attention == "paged" else None
-        place = model.device
-        name = target or ("cuda" if place.type == "cuda" else _host_target())
-        if place.type not in ("cuda", "cpu") or (name == "cuda") != (place.type == "cuda"):
-            raise InputError(f"target: {name!r} cannot serve a model on {place}; put the model there, or leave target out")
-        ordinal = place.index or 0
-        stream = _current_stream(place) if name == "cuda" else None
-        resources = SharedResources.create_for_llm(
-            layers.config, stream=stream, target=name, device=ordinal, memory_bytes=memory_bytes
-        )
+        choice = AttentionChoice(decoder_of(model)) if attention == "paged" else None
+        resources = open_resources(layers.config, model.device, target, memory_bytes)
         try:
             return cls(model, layers, resources, choice)
         except BaseException:
@@ -186,7 +176,7 @@ class PagedCache(Cache):
         """
         self._check_open()
         if key_states.device.type == "cuda" and self._kv.stream is None:
-            self._follow_stream(key_states.device)
+            follow_stream(self.resources, key_states.device)
         return self._forward.update(layer_idx, key_states, value_states)
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -286,72 +276,21 @@ class PagedCache(Cache):
         if self.is_closed:
             raise StateError("PagedCache is closed")
 
+    def _forward_begins(self, mask: Any) -> None:
+        self._forward.start(mask)
+        if self._choice is not None:
+            self._choice.start()
+
+    def _forward_ends(self, has_failed: bool) -> None:
+        self._attend_as_before()
+        self._forward.stop(has_failed)
+
     def _attend_as_before(self) -> None:
         """Let the model choose its attention as it did, also behind a forward that an interrupt has ended."""
         if self._choice is not None:
             self._choice.stop()
 
-    def _follow_stream(self, place: Any) -> None:
-        stream = _current_stream(place)
-        if int(getattr(stream, "cuda_stream", stream)) != self.resources.stream.handle:
-            self.resources.hand_over(stream)
-
-
-def _host_target() -> str:
-    """Return the default target if it is one of the host."""
-    name = resolve_target()
-    return "cpu" if name == "cuda" else name
-
-
-def _current_stream(place: Any) -> Any:
-    """Return torch's current stream of a device; its default one by the number that the driver has for it."""
-    stream = torch.cuda.current_stream(place)
-    return stream if stream.cuda_stream else _LEGACY_STREAM
-
-
-def _decoder(model: Any) -> Any:
-    """Return the part of a model that holds its layers."""
-    return model.get_decoder() if hasattr(model, "get_decoder") else model
-
 
 def _numbers(values: Any) -> list[int]:
     found: list[int] = values.tolist() if hasattr(values, "tolist") else [int(value) for value in values]
     return found
-
-
-def _hook(model: Any, cache: PagedCache) -> weakref.finalize[..., PagedCache]:
-    """Make the model's decoder tell `cache` where its forwards begin and end; calling the result ends that.
-
-    The hooks know the cache weakly, so that it can go while the model stays, and take no notice of forwards with another cache.
-    """
-    decoder = _decoder(model)
-    module, told = weakref.ref(decoder), weakref.ref(cache)
-
-    def of(owner: Any, kwargs: dict[str, Any]) -> PagedCache | None:
-        given = kwargs.get("cache", kwargs.get("past_key_values"))
-        found = told()
-        return found if found is not None and given is found and owner is module() else None
-
-    def before(owner: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        found = of(owner, kwargs)
-        if found is not None:
-            found._forward.start(kwargs.get("attention_mask"))
-            if found._choice is not None:
-                found._choice.start()
-
-    def behind(owner: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
-        found = of(owner, kwargs)
-        if found is not None:
-            found._attend_as_before()
-            found._forward.stop(has_failed=result is None)
-
-    handles = [
-        decoder.register_forward_pre_hook(before, with_kwargs=True),
-        decoder.register_forward_hook(behind, with_kwargs=True, always_call=True),
-    ]
-
-    def remove() -> None:
-        for handle in handles:
-            handle.remove()
-
-    return weakref.finalize(cache, remove)

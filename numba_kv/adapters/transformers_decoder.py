@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from numba_kv.adapters.transformers import PagedCache
+from numba_kv.adapters.transformers_device import follow_stream
 from numba_kv.errors import InputError, ShapeError, StateError
 from numba_kv.geometry import check_count
 
@@ -151,7 +152,7 @@ class GreedyDecoder:
             raise ShapeError(f"tokens: shape {list(tokens.shape)} given, {[rows, 1]} wanted: a token for each row of the cache")
         has_graphs = cache.resources.device.target == "cuda"
         if has_graphs:
-            cache._follow_stream(self._positions.device)
+            follow_stream(cache.resources, self._positions.device)
         cache.batch.reserve(steps)
         loop = self._loops.get(rows)
         if loop is None:
