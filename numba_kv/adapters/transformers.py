@@ -10,29 +10,19 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-import transformers
 
 from numba_kv.adapters.transformers_attention import AttentionChoice
-from numba_kv.adapters.transformers_device import follow_stream, open_resources
+from numba_kv.adapters.transformers_cache import ModelCache
+from numba_kv.adapters.transformers_device import open_resources
 from numba_kv.adapters.transformers_forward import ForwardSteps
-from numba_kv.adapters.transformers_hooks import decoder_of, hook_forwards
+from numba_kv.adapters.transformers_hooks import decoder_of
 from numba_kv.adapters.transformers_kv import DenseKV
-from numba_kv.adapters.transformers_layers import PagedLayer
 from numba_kv.adapters.transformers_model import read_model
 from numba_kv.adapters.transformers_paged import PagedKV
 from numba_kv.adapters.transformers_rows import ModelRows
-from numba_kv.batch import Batch
-from numba_kv.errors import InputError, InteropError, RewindTooFar, StateError
-
-try:
-    from transformers.cache_utils import Cache, DummyLayer
-except ImportError as error:
-    raise InteropError(f"transformers {transformers.__version__} is installed; PagedCache needs 5.24 or newer") from error
+from numba_kv.errors import InputError, RewindTooFar
 
 if TYPE_CHECKING:
-    from types import TracebackType
-    from typing import NoReturn
-
     from numba_kv.adapters.transformers_model import ModelLayers
     from numba_kv.shared_resources import SharedResources
 
@@ -42,7 +32,7 @@ __all__ = ["PagedCache"]
 _ATTENTIONS = ("gather", "paged")
 
 
-class PagedCache(Cache):
+class PagedCache(ModelCache):
     """Keeps K and V of a model's batch in pages. Owns the memory; `close` gives it back.
 
     Made by `for_model`. Rows are started by the first forward and stay until `reset`. Pads on the left of a prompt, as the 2-D
@@ -57,20 +47,9 @@ class PagedCache(Cache):
     """
 
     def __init__(self, model: Any, layers: ModelLayers, resources: SharedResources, choice: AttentionChoice | None) -> None:
-        self.resources = resources
-        self.batch = Batch(resources)
-        self._kv = DenseKV(resources, layers) if choice is None else PagedKV(resources, layers.donors)
-        self._choice = choice
+        super().__init__(resources, DenseKV(resources, layers) if choice is None else PagedKV(resources, layers.donors), choice)
         self._forward = ForwardSteps(ModelRows(self.batch), self._kv, layers)
-        self._has_closed = False
-        capacity = resources.plan.config.max_kv_cache_capacity
-        super().__init__(
-            layers=[
-                PagedLayer(self._forward, index, window, capacity, layers.croppable[index]) if owns else DummyLayer()
-                for index, (window, owns) in enumerate(zip(layers.windows, layers.owners, strict=True))
-            ]
-        )
-        self._hooks = hook_forwards(model, self)
+        self._join(model, layers, self._forward)
 
     @classmethod
     def for_model(
@@ -145,40 +124,6 @@ class PagedCache(Cache):
             resources.close()
             raise
 
-    # -- what a forward asks -------------------------------------------------------------------------------------
-
-    @torch.compiler.disable
-    def update(self, key_states: Any, value_states: Any, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        """Store K and V of a layer and return those that its attention reads.
-
-        Parameters
-        ----------
-        key_states, value_states : torch.Tensor [B, H, n, D]
-            Of the model's element type, on its device; any strides.
-        layer_idx : int
-            Number of the layer.
-
-        Returns
-        -------
-        keys, values : torch.Tensor [B, H, m, D]
-            The m and what they begin with are as `get_mask_sizes` said before.
-
-        Raises
-        ------
-        InputError, ShapeError, InteropError
-            If K and V are not those of this model, or the batch is another than before.
-        CapacityError
-            If a row would be longer than `max_tokens`, or there are more than `max_batch` rows.
-        StateError
-            After `close`, or if an earlier forward did not reach all layers (`reset` makes it usable again).
-
-        Stream: enqueues on torch's current one.
-        """
-        self._check_open()
-        if key_states.device.type == "cuda" and self._kv.stream is None:
-            follow_stream(self.resources, key_states.device)
-        return self._forward.update(layer_idx, key_states, value_states)
-
     def crop(self, tokens_to_remove: int) -> None:
         """Take the last tokens of all rows back.
 
@@ -241,54 +186,8 @@ class PagedCache(Cache):
         """Tokens that are stored of each row: those of `get_seq_length` without the pads on the left."""
         return [int(length) for length in self._forward.rows.lengths]
 
-    @property
-    def is_closed(self) -> bool:
-        """Whether `close` was called, or the resources were closed."""
-        return self._has_closed or self.resources.is_closed
-
-    def close(self) -> None:
-        """Give the memory back and take the hooks off the model; a second call does nothing. Stream: waits."""
-        self._hooks()
-        self._attend_as_before()
-        if not self._has_closed:
-            self._kv.close()
-            self.resources.close()
-            self._has_closed = True
-
-    def __enter__(self) -> PagedCache:
-        self._check_open()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
-
-    def __repr__(self) -> str:
-        state = "closed" if self.is_closed else f"{len(self._forward.rows)} rows of {self.get_seq_length()} tokens"
-        return f"PagedCache({len(self.layers)} layers, {state})"
-
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise StateError("PagedCache cannot be copied or pickled: it stands for memory of this process")
-
-    def __deepcopy__(self, memo: Any) -> NoReturn:
-        self.__reduce_ex__(None)
-
-    def _check_open(self) -> None:
-        if self.is_closed:
-            raise StateError("PagedCache is closed")
-
-    def _forward_begins(self, mask: Any) -> None:
-        self._forward.start(mask)
-        if self._choice is not None:
-            self._choice.start()
-
-    def _forward_ends(self, has_failed: bool) -> None:
-        self._attend_as_before()
-        self._forward.stop(has_failed)
-
-    def _attend_as_before(self) -> None:
-        """Let the model choose its attention as it did, also behind a forward that an interrupt has ended."""
-        if self._choice is not None:
-            self._choice.stop()
+    def _state(self) -> str:
+        return f"{len(self._forward.rows)} rows of {self.get_seq_length()} tokens"
 
 
 def _numbers(values: Any) -> list[int]:

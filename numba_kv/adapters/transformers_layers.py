@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from transformers.cache_utils import CacheLayerMixin
 
-if TYPE_CHECKING:
-    from numba_kv.adapters.transformers_forward import ForwardSteps
+__all__ = ["LayerSteps", "PagedLayer"]
 
-__all__ = ["PagedLayer"]
+
+class LayerSteps(Protocol):
+    """What layers ask, and what is told about forwards."""
+
+    def start(self, mask: Any) -> None:
+        """Note that the model's decoder begins, with its attention mask."""
+
+    def stop(self, has_failed: bool) -> None:
+        """Note that it has ended."""
+
+    def update(self, layer: int, k: Any, v: Any) -> tuple[Any, Any]:
+        """Store K and V of a layer and return what its attention is handed."""
+
+    def length(self, layer: int) -> int:
+        """Return the padded length of a layer."""
 
 
 class PagedLayer(CacheLayerMixin):
@@ -17,7 +30,7 @@ class PagedLayer(CacheLayerMixin):
 
     Parameters
     ----------
-    forward : ForwardSteps
+    forward : LayerSteps
         Of the cache.
     index : int
         Number of the layer.
@@ -32,7 +45,7 @@ class PagedLayer(CacheLayerMixin):
     is_compileable = False
     supports_early_init = False
 
-    def __init__(self, forward: ForwardSteps, index: int, window: int | None, capacity: int, is_croppable: bool) -> None:
+    def __init__(self, forward: LayerSteps, index: int, window: int | None, capacity: int, is_croppable: bool) -> None:
         super().__init__()
         self._forward = forward
         self._index = index
