@@ -7,6 +7,7 @@ attention implementation: K and V of each layer are gathered from the pages into
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,11 +19,14 @@ from numba_kv.adapters.transformers_forward import ForwardSteps
 from numba_kv.adapters.transformers_hooks import decoder_of
 from numba_kv.adapters.transformers_kv import DenseKV
 from numba_kv.adapters.transformers_model import read_model
+from numba_kv.adapters.transformers_op import number_of
 from numba_kv.adapters.transformers_paged import PagedKV
 from numba_kv.adapters.transformers_rows import ModelRows
-from numba_kv.errors import InputError, RewindTooFar
+from numba_kv.errors import InputError, RewindTooFar, StateError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from numba_kv.adapters.transformers_model import ModelLayers
     from numba_kv.shared_resources import SharedResources
 
@@ -123,6 +127,33 @@ class PagedCache(ModelCache):
         except BaseException:
             resources.close()
             raise
+
+    # -- what a forward asks, beside `update` ----------------------------------------------------------------------
+
+    @contextmanager
+    def _traced(self) -> Iterator[dict[str, int]]:
+        """Let the forward inside be one that torch compiles; give the arguments that it needs besides."""
+        self._steps.start(None)
+        has_failed = True
+        try:
+            if self._choice is not None:
+                self._choice.start(is_traced=True)
+            self._is_traced = True
+            yield {"numba_kv_cache": number_of(self)}
+            has_failed = False
+        finally:
+            self._is_traced = False
+            self._attend_as_before()
+            self._steps.stop(has_failed)
+
+    def _store_and_attend(self, layer: int, query: Any, key: Any, value: Any, *options: Any) -> Any:
+        """Store K and V of a layer that has its own, and return the attention of its queries; for the operator."""
+        if layer in self._forward.owners:
+            self._update(layer, key, value)
+        kv = self._kv
+        if not isinstance(kv, PagedKV):
+            raise StateError("attention: the operator works on caches with attention='paged'")
+        return kv.attend(kv.current(layer), query, *options)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Take the last tokens of all rows back.

@@ -10,12 +10,14 @@ from typing import Any
 
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from numba_kv.adapters.transformers_op import attend_traced
 from numba_kv.adapters.transformers_paged import StoredKV
 from numba_kv.errors import InputError, StateError, UnsupportedModelError
 
 __all__ = ["AttentionChoice", "attend_pages", "mask_of_pages"]
 
-_NAME = "numba_kv"
+#: Without a mask function, a name makes transformers build no mask and ask the cache for no length.
+_NAME, _TRACED = "numba_kv", "numba_kv_traced"
 
 
 def attend_pages(
@@ -115,16 +117,17 @@ class AttentionChoice:
                 f"model: tokens of {kind} see later ones, which attention over pages cannot; use attention='gather'"
             )
         AttentionInterface.register(_NAME, attend_pages)
+        AttentionInterface.register(_TRACED, attend_traced)
         AttentionMaskInterface.register(_NAME, mask_of_pages)
         found: list[Any] = [getattr(module, "config", None) for module in decoder.modules()]
         self._configs = list({id(each): each for each in found if hasattr(each, "_attn_implementation")}.values())
         self._before: list[Any] | None = None
 
-    def start(self) -> None:
-        """Choose attention over pages."""
+    def start(self, *, is_traced: bool = False) -> None:
+        """Choose attention over pages; with `is_traced` as an operator, for torch.compile."""
         if self._before is None:
             self._before = [config._attn_implementation for config in self._configs]
-        self._set([_NAME] * len(self._configs))
+        self._set([_TRACED if is_traced else _NAME] * len(self._configs))
 
     def stop(self) -> None:
         """Choose what was chosen before."""

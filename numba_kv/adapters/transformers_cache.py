@@ -59,6 +59,7 @@ class ModelCache(Cache):
         self.batch = Batch(resources)
         self._kv = kv
         self._choice = choice
+        self._is_traced = False
         self._has_closed = False
 
     def _join(self, model: Any, layers: ModelLayers, steps: LayerSteps) -> None:
@@ -74,7 +75,6 @@ class ModelCache(Cache):
         )
         self._hooks = hook_forwards(model, self)
 
-    @torch.compiler.disable
     def update(self, key_states: Any, value_states: Any, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         """Store K and V of a layer and return those that its attention reads.
 
@@ -102,6 +102,13 @@ class ModelCache(Cache):
 
         Stream: enqueues on torch's current one.
         """
+        if self._is_traced:  # the operator of the layer's attention stores them
+            return key_states, value_states
+        moved: tuple[Any, Any] = self._update(layer_idx, key_states, value_states)
+        return moved
+
+    @torch.compiler.disable
+    def _update(self, layer_idx: int, key_states: Any, value_states: Any) -> tuple[Any, Any]:
         self._check_open()
         if key_states.device.type == "cuda" and self._kv.stream is None:
             follow_stream(self.resources, key_states.device)

@@ -17,6 +17,7 @@ from numba_kv.errors import InputError, ShapeError, StateError
 from numba_kv.geometry import check_count
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from types import TracebackType
 
 __all__ = ["GreedyDecoder"]
@@ -60,6 +61,9 @@ class GreedyDecoder:
         The one that the cache was made for. Its forward must not wait for the device, or the capture fails.
     cache : PagedCache
         Made with ``attention="paged"``. Close it after the decoder.
+    compile_with : mapping, optional
+        Arguments of `torch.compile`, with which the forwards of decode steps are compiled: one graph without a break, in which
+        attention is an operator. Default: they run as they are.
 
     Raises
     ------
@@ -67,11 +71,14 @@ class GreedyDecoder:
         If `cache` is something else.
     """
 
-    def __init__(self, model: Any, cache: PagedCache) -> None:
+    def __init__(self, model: Any, cache: PagedCache, *, compile_with: Mapping[str, Any] | None = None) -> None:
         if not isinstance(cache, PagedCache) or not cache._kv.reads_pages:
             raise InputError(f"cache: {cache!r} given, a PagedCache with attention='paged' wanted")
         cache._check_open()
         self._model = model
+        self._compiled: Any = None
+        if compile_with is not None:
+            self._compiled = torch.compile(model, **{"fullgraph": True, "dynamic": False, **compile_with})
         self._cache = cache
         self._loops: dict[int, _Loop] = {}
         self._positions = torch.from_dlpack(cache.resources.cache_managers[0].step_buffers.positions)
@@ -198,7 +205,12 @@ class GreedyDecoder:
             forward.rows.passed(1)
         loop.positions.copy_(self._positions[:rows, None])
         with forward.decode(stream, is_recorded=is_recorded):
-            found = self._model(input_ids=loop.ids, position_ids=loop.positions, cache=self._cache, use_cache=True)
+            inputs = {"input_ids": loop.ids, "position_ids": loop.positions, "cache": self._cache, "use_cache": True}
+            if self._compiled is None:
+                found = self._model(**inputs)
+            else:
+                with self._cache._traced() as more:
+                    found = self._compiled(**inputs, **more)
         loop.ids.copy_(found.logits[:, -1:].argmax(-1))
         loop.found.index_copy_(1, loop.column, loop.ids)
         loop.column.add_(1)

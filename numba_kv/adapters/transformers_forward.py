@@ -32,13 +32,15 @@ class ForwardSteps:
     ----------
     rows : ModelRows
         Rows of the model's batch.
+    owners : frozenset of int
+        Layers that store K and V.
     """
 
     def __init__(self, rows: ModelRows, kv: LayerKV, layers: ModelLayers) -> None:
         self.rows = rows
         self._kv = kv
         self._layers = layers
-        self._owners = frozenset(index for index, owns in enumerate(layers.owners) if owns)
+        self.owners = frozenset(index for index, owns in enumerate(layers.owners) if owns)
         self._step: RowStep | None = None
         self._done: set[int] = set()
         self._running = False
@@ -76,7 +78,7 @@ class ForwardSteps:
             If its layers did not attend over what they stored.
         """
         self._running, self._mask = False, None
-        unread = [] if has_failed or self._step is None else self._kv.unread(self._owners)
+        unread = [] if has_failed or self._step is None else self._kv.unread(self.owners)
         self._kv.end()
         if not self._is_incomplete:
             if unread:
@@ -109,10 +111,8 @@ class ForwardSteps:
         CapacityError
             If rows or tokens have run out; nothing was changed.
         """
-        if layer not in self._owners:
-            raise InputError(
-                f"layer_idx: {layer} stores no K and V; the layers of the cache that do are {sorted(self._owners)}"
-            )
+        if layer not in self.owners:
+            raise InputError(f"layer_idx: {layer} stores no K and V; the layers of the cache that do are {sorted(self.owners)}")
         self._kv.check(layer, k, v)
         if self._kv.reads_pages and not self._running:
             raise StateError(
@@ -187,7 +187,7 @@ class ForwardSteps:
 
     @property
     def _is_incomplete(self) -> bool:
-        return self._step is not None and self._done != self._owners
+        return self._step is not None and self._done != self.owners
 
     def _begin(self, layer: int, k: Any) -> RowStep:
         self._check_complete(0)
@@ -266,7 +266,7 @@ class ForwardSteps:
     def _check_complete(self, removed: int) -> None:
         """Refuse to go on behind a forward that not all layers have seen, unless its tokens are among the `removed` ones."""
         problem, step = self._problem, self._step
-        if not problem and step is not None and self._done != self._owners and removed < step.tokens:
+        if not problem and step is not None and self._done != self.owners and removed < step.tokens:
             problem = f"a forward ended behind layer {max(self._done, default=-1)}, and the layers after it lack its tokens"
         if problem:
             raise StateError(f"the cache cannot go on: {problem}; call reset()")

@@ -11,6 +11,8 @@ __all__ = ["decoder_of", "hook_forwards"]
 class _Cache(Protocol):
     """What is told about forwards."""
 
+    _is_traced: bool
+
     def _forward_begins(self, mask: Any) -> None: ...
 
     def _forward_ends(self, has_failed: bool) -> None: ...
@@ -32,7 +34,9 @@ def hook_forwards(model: Any, cache: _Cache) -> weakref.finalize[..., Any]:
     def of(owner: Any, kwargs: dict[str, Any]) -> _Cache | None:
         given = kwargs.get("cache", kwargs.get("past_key_values"))
         found = told()
-        return found if found is not None and given is found and owner is module() else None
+        if found is None or found._is_traced:
+            return None
+        return found if given is found and owner is module() else None
 
     def before(owner: Any, args: Any, kwargs: dict[str, Any]) -> None:
         found = of(owner, kwargs)

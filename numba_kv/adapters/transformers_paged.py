@@ -99,6 +99,18 @@ class PagedKV(LayerKV):
         k.numba_kv = v.numba_kv = StoredKV(self, layer, step)
         return k, v
 
+    def current(self, layer: int) -> StoredKV:
+        """Return where the current step has put K and V of a layer, or of its donor.
+
+        Raises
+        ------
+        StateError
+            If no step is running.
+        """
+        if self._step is None:
+            raise StateError("attention: no forward is running that this cache knows of")
+        return StoredKV(self, layer, self._step)
+
     def attend(self, stored: StoredKV, query: Any, scale: float | None, soft_cap: float | None, sinks: Any) -> Any:
         """Return the attention of a layer's queries.
 
