@@ -35,6 +35,8 @@ class _Loop:
         Tokens that were chosen, a column for each step.
     column : torch.Tensor int64 [1]
         The next column.
+    length : torch.Tensor int64 []
+        Padded length of the rows.
     steps : int
         Steps that ran without a graph.
     graph : torch.cuda.CUDAGraph or None
@@ -45,6 +47,7 @@ class _Loop:
     positions: Any
     found: Any
     column: Any
+    length: Any
     steps: int = 0
     graph: Any = None
 
@@ -142,7 +145,7 @@ class GreedyDecoder:
         ShapeError, InputError
             If an argument is wrong.
         StateError
-            If the cache has no rows yet, is closed, or cannot go on.
+            If the cache has no rows yet, is closed, or cannot go on; or if the model cannot be captured.
         CapacityError
             If rows or pages do not hold as many tokens; nothing was changed.
 
@@ -168,6 +171,7 @@ class GreedyDecoder:
         with torch.no_grad():
             loop.ids.copy_(tokens)
             loop.column.zero_()
+            loop.length.fill_(forward.rows.length)
             for _ in range(steps):
                 if has_graphs and loop.steps and loop.graph is None:
                     self._capture(loop)
@@ -194,7 +198,7 @@ class GreedyDecoder:
     def _new_loop(self, rows: int) -> _Loop:
         place, longest = self._positions.device, self._cache.resources.plan.config.max_kv_cache_capacity
         with torch.inference_mode(False):
-            sizes = ((rows, 1), (rows, 1), (rows, longest), (1,))
+            sizes = ((rows, 1), (rows, 1), (rows, longest), (1,), ())
             return _Loop(*(torch.zeros(size, dtype=torch.int64, device=place) for size in sizes))
 
     def _step(self, loop: _Loop, stream: object, *, is_recorded: bool) -> None:
@@ -204,7 +208,7 @@ class GreedyDecoder:
         if not is_recorded:
             forward.rows.passed(1)
         loop.positions.copy_(self._positions[:rows, None])
-        with forward.decode(stream, is_recorded=is_recorded):
+        with forward.decode(stream, loop.length, is_recorded=is_recorded):
             inputs = {"input_ids": loop.ids, "position_ids": loop.positions, "cache": self._cache, "use_cache": True}
             if self._compiled is None:
                 found = self._model(**inputs)
@@ -214,10 +218,18 @@ class GreedyDecoder:
         loop.ids.copy_(found.logits[:, -1:].argmax(-1))
         loop.found.index_copy_(1, loop.column, loop.ids)
         loop.column.add_(1)
+        loop.length.add_(1)
 
     def _capture(self, loop: _Loop) -> None:
         """Capture a step; nothing runs."""
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            self._step(loop, torch.cuda.current_stream(self._positions.device), is_recorded=True)
+        try:
+            with torch.cuda.graph(graph):
+                self._step(loop, torch.cuda.current_stream(self._positions.device), is_recorded=True)
+        except RuntimeError as error:
+            kind = type(self._model).__name__
+            raise StateError(
+                f"decode: a step of {kind} cannot be captured, because its forward waits for the device or the host ({error}); "
+                "choose other parts for it (experts: model.set_experts_implementation('batched_mm')), or use model.generate"
+            ) from error
         loop.graph = graph

@@ -48,6 +48,7 @@ class ForwardSteps:
         self._is_of_model: bool | None = None
         self._problem = ""
         self._is_recorded = False
+        self._ahead: Any = None
 
     # -- what the hooks say --------------------------------------------------------------------------------------
 
@@ -129,27 +130,38 @@ class ForwardSteps:
         self._done.add(layer)
         return moved
 
-    def length(self, layer: int) -> int:
-        """Return the padded length of a layer: less in those that the current forward has yet to reach."""
+    def length(self, layer: int) -> Any:
+        """Return the padded length of a layer: less in those that the current forward has yet to reach.
+
+        A tensor int64 [] in decode steps, whose graph outlives what the host knows now.
+        """
+        if self._ahead is not None:
+            return self._ahead + 1 if layer in self._done else self._ahead
+        return self.mask_length(layer)
+
+    def mask_length(self, layer: int) -> int:
+        """Return the same as a number; without a meaning in decode steps, whose masks are empty."""
         if self._step is not None and layer not in self._done:
             return self._step.before
         return self.rows.length
 
     @contextmanager
-    def decode(self, stream: object, *, is_recorded: bool) -> Iterator[None]:
+    def decode(self, stream: object, length: Any, *, is_recorded: bool) -> Iterator[None]:
         """Let the forward inside be a step of one token a row, whose bookkeeping the caller has enqueued on `stream`.
 
-        With `is_recorded` a graph is captured: nothing has been appended, and nothing is taken back if it fails.
+        `length` is the padded length before it, torch.Tensor int64 []. With `is_recorded` a graph is captured: nothing has been
+        appended, and nothing is taken back if it fails.
         """
         step = self.rows.decode_step(0 if is_recorded else 1)
         self._done.clear()
         self._step, self._is_recorded = step, is_recorded
         try:
             self._kv.begin(step, self.rows.offsets)
-            self._kv.stream = stream
+            self._kv.stream, self._ahead = stream, length
             yield
         finally:
-            self._kv.stream, self._is_recorded = None, False
+            self._kv.stream = self._ahead = None
+            self._is_recorded = False
             if is_recorded:
                 self._step = None
 

@@ -21,8 +21,11 @@ class LayerSteps(Protocol):
     def update(self, layer: int, k: Any, v: Any) -> tuple[Any, Any]:
         """Store K and V of a layer and return what its attention is handed."""
 
-    def length(self, layer: int) -> int:
-        """Return the padded length of a layer."""
+    def length(self, layer: int) -> Any:
+        """Return the padded length of a layer: a number, or a tensor where the host does not know it."""
+
+    def mask_length(self, layer: int) -> int:
+        """Return the padded length of a layer for which masks are made."""
 
 
 class PagedLayer(CacheLayerMixin):
@@ -62,13 +65,13 @@ class PagedLayer(CacheLayerMixin):
         """Store K and V of the layer; see `PagedCache.update`."""
         return self._forward.update(self._index, key_states, value_states)
 
-    def get_seq_length(self) -> int:
-        """Return the tokens of a row, pads included."""
+    def get_seq_length(self) -> Any:
+        """Return the tokens of a row, pads included; a tensor in forwards that run without the host."""
         return self._forward.length(self._index)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return how many keys the next `query_length` queries are handed, and the padded index of the first one."""
-        length = self.get_seq_length()
+        length = self._forward.mask_length(self._index)
         first = 0 if self.sliding_window is None else max(0, length - self.sliding_window + 1)
         return length - first + query_length, first
 

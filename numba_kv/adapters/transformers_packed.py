@@ -143,10 +143,11 @@ class PackedCache(ModelCache):
             raise InputError(f"tokens: {count} given, the step has {view.num_tokens}")
         if place.type == "cuda":
             follow_stream(self.resources, place)
-        self._forward.announce(view)
+        positions = self._positions[:count].long()
+        self._forward.announce(view, positions - torch.arange(count, device=place))
         return {
             "input_ids": torch.cat(parts)[None],
-            "position_ids": self._positions[None, :count].long(),
+            "position_ids": positions[None],
             "cache": self,
             "use_cache": True,
             "logits_to_keep": (self._starts[1 : view.num_rows + 1].long() - 1).clamp(0),

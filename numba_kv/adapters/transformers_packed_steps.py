@@ -37,6 +37,7 @@ class PackedSteps:
         self._view: StepView | None = None  # of the last forward
         self._step: RowStep | None = None  # announced, and not over yet
         self._made = 0  # steps of the batch until then
+        self._offsets: Any = 0
         self._done: set[int] = set()
         self._running = False
 
@@ -51,8 +52,9 @@ class PackedSteps:
         if view is self._view:
             raise StateError("view: this step has had its forward; rewind its tokens, or retire its sequences, if that failed")
 
-    def announce(self, view: StepView) -> None:
-        """Say whose step the next forward is."""
+    def announce(self, view: StepView, offsets: Any) -> None:
+        """Say whose step the next forward is, and what its columns lack to the positions of their tokens: int64 [T]."""
+        self._offsets = offsets
         self._step, self._view = RowStep(view, 1, view.num_tokens, 0, None), None
         self._made = self._batch.stepper.stats.steps
         self._done.clear()
@@ -60,6 +62,7 @@ class PackedSteps:
     def forget(self) -> None:
         """Forget what was announced, and that a forward was running."""
         self._step, self._running = None, False
+        self._offsets = 0
 
     def start(self, mask: Any) -> None:
         """Note that the model's decoder begins.
@@ -117,6 +120,10 @@ class PackedSteps:
         self._done.add(layer)
         return moved
 
-    def length(self, layer: int) -> int:
-        """Return 0: a packed row has no length of its own."""
+    def length(self, layer: int) -> Any:
+        """Return what models add to a token's column to get its position: torch.Tensor int64 [T]; outside of forwards 0."""
+        return self._offsets
+
+    def mask_length(self, layer: int) -> int:
+        """Return 0: a packed row has no length of its own, and no mask."""
         return 0

@@ -36,6 +36,8 @@ def forwards(model: Any) -> tuple[list[int], Any]:
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gemma3", "gemma4", "gpt_oss", "llama4"])
 def test_the_same_tokens(name: str, target: str) -> None:
     model, inputs = tiny(name, target), prompt(PADDED[0], target, PADDED[1])
+    if name == "gpt_oss":  # what it does by itself copies from the host, but for bfloat16
+        model.set_experts_implementation("batched_mm")
     wanted, _ = generated(model, inputs, STEPS)
     calls, ignore = forwards(model)
     with opened(model, target) as cache, GreedyDecoder(model, cache) as decoder:
@@ -79,6 +81,48 @@ def test_a_chat_goes_on(target: str) -> None:
             wanted, _ = generated(model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, 5)
             ids = decoder.generate(ids, max_new_tokens=5)
             assert torch.equal(ids, wanted)
+
+
+@pytest.mark.parametrize("name", ["gemma3", "gemma4"])
+def test_compiled_steps_are_one_graph(name: str, target: str) -> None:
+    """Without a break, and never compiled again: nothing in the graph depends on lengths."""
+    from torch._dynamo.testing import CompileCounter
+
+    torch._dynamo.reset()
+    model, inputs, counter = tiny(name, target), prompt(PADDED[0], target, PADDED[1]), CompileCounter()
+    wanted, _ = generated(model, inputs, STEPS)
+    with opened(model, target) as cache:
+        with GreedyDecoder(model, cache, compile_with={"backend": counter}) as decoder:
+            found = decoder.generate(**inputs, max_new_tokens=STEPS - 4)
+            mask = torch.ones_like(found)
+            mask[:, : PADDED[0]] = inputs["attention_mask"]
+            ordinary, _ = generated(model, {"input_ids": found, "attention_mask": mask}, 2, cache=cache)
+            assert torch.equal(torch.cat([ordinary, decoder.decode(ordinary[:, -1:], 2)], dim=1), wanted)
+        assert counter.frame_count == 1
+        cache.batch.audit()
+        assert model.config._attn_implementation == "sdpa"
+
+
+def test_a_compiled_step_that_dies_is_taken_back(target: str) -> None:
+    torch._dynamo.reset()
+    model, inputs = tiny("llama", target), prompt(6, target)
+    wanted, _ = generated(model, inputs, 4)
+
+    def give_up(graph: Any, examples: Any) -> Any:
+        def run(*_: Any) -> None:
+            raise Died
+
+        return run
+
+    with opened(model, target) as cache:
+        with torch.no_grad():
+            first = model(**inputs, cache=cache).logits[:, -1:].argmax(-1)
+        with pytest.raises(Died):
+            GreedyDecoder(model, cache, compile_with={"backend": give_up}).decode(first, 2)
+        assert model.config._attn_implementation == "sdpa"
+        assert cache.stored_tokens == [6]
+        rest = GreedyDecoder(model, cache).decode(first, 3)
+        assert torch.equal(torch.cat([inputs["input_ids"], first, rest], dim=1), wanted)
 
 
 def test_one_token_needs_no_step(target: str) -> None:
@@ -166,7 +210,7 @@ def test_a_decoder_of_another_model(target: str) -> None:
 
 @pytest.mark.gpu
 def test_a_model_that_waits_cannot_be_captured(target: str) -> None:
-    """The error is torch's own; the cache goes on without a graph's help."""
+    """The cache goes on without a graph's help."""
     model, inputs = tiny("gemma3", target), prompt(6, target)
     wanted, _ = generated(model, inputs, 6)
 
@@ -177,7 +221,7 @@ def test_a_model_that_waits_cannot_be_captured(target: str) -> None:
         decoder = GreedyDecoder(model, cache)
         found = decoder.generate(**inputs, max_new_tokens=2)
         hook = model.model.layers[1].register_forward_pre_hook(wait)
-        with pytest.raises(RuntimeError, match="captur"):
+        with pytest.raises(StateError, match="a step of Gemma3ForCausalLM cannot be captured"):
             decoder.decode(found[:, -1:], 4)
         hook.remove()
         torch.cuda.synchronize()

@@ -53,7 +53,11 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "exaone4": ("Exaone4Config", "Exaone4ForCausalLM", _TURNS),
     "smollm3": ("SmolLM3Config", "SmolLM3ForCausalLM", {}),
     "gpt_oss": ("GptOssConfig", "GptOssForCausalLM", {**_HEAD, **_TURNS, **_SMALL_EXPERTS, **_ROPE}),
-    "llama4": ("Llama4TextConfig", "Llama4ForCausalLM", {**_HEAD, **_SMALL_EXPERTS, "attention_chunk_size": WINDOW}),
+    "llama4": (
+        "Llama4TextConfig",
+        "Llama4ForCausalLM",
+        {**_HEAD, **_SMALL_EXPERTS, "attention_chunk_size": WINDOW, "floor_scale": 4},  # queries grow with the length
+    ),
     "gpt_neox": ("GPTNeoXConfig", "GPTNeoXForCausalLM", {"num_key_value_heads": 4}),
 }
 #: Those that have no attention but their own.
