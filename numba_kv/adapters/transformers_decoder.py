@@ -94,7 +94,7 @@ class GreedyDecoder:
         input_ids : torch.Tensor int64 [B, n]
             All tokens, those that the cache already holds included; at least one is new.
         attention_mask : torch.Tensor [B, n], optional
-            0 for pads on the left.
+            0 for pads on the left; needed as long as the cache knows of some.
         max_new_tokens : int
             Tokens to append.
 
@@ -114,6 +114,8 @@ class GreedyDecoder:
         if before >= input_ids.shape[1]:
             raise InputError(f"input_ids: {input_ids.shape[1]} tokens given, the cache holds {before}; give those and new ones")
         options = {}
+        if attention_mask is None and self._cache._forward.rows.offsets.any():
+            raise InputError("attention_mask: None given, but rows of the cache have pads on their left; give the mask of all ids")
         if attention_mask is not None:
             positions = (attention_mask.long().cumsum(-1) - 1).clamp(0)
             options = {"attention_mask": attention_mask, "position_ids": positions[:, before:]}

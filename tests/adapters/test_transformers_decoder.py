@@ -159,6 +159,11 @@ def test_what_is_refused(target: str) -> None:
         assert cache.stored_tokens == [6]
         decoder.decode(ids[:, :1], 6)
         assert cache.stored_tokens == [12]
+        cache.reset()
+        found = decoder.generate(**prompt(5, target, (0, 2)), max_new_tokens=2)
+        with pytest.raises(InputError, match="attention_mask: None given, but rows of the cache have pads"):
+            decoder.generate(found, max_new_tokens=2)
+        assert cache.stored_tokens == [6, 4]
         cache.batch.audit()
     with pytest.raises(StateError, match="closed"):
         decoder.decode(ids[:, :1], 1)
