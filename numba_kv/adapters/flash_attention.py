@@ -14,7 +14,6 @@ from numba_kv.adapters.paged_reading import PagedReader, SeenKeys
 from numba_kv.batch import Batch, StepView
 from numba_kv.cache import KVIO
 from numba_kv.device import Tensor
-from numba_kv.dtypes import dtype
 from numba_kv.errors import ConfigError, InputError, InteropError, StateError
 from numba_kv.geometry import INT32_MAX
 
@@ -127,8 +126,7 @@ class FlashAttention:
             return {}
         if self._io is None:
             raise StateError(f"layer {layer} is stored as {_FLOAT8}, whose scales are in KVIO: give FlashAttention its io=")
-        self._io._guard.check_open()
-        factors, heads = self._io._factors(layer, dtype("float32"), False), self._reader.storage(layer).num_kv_heads
+        factors, heads = self._io.scales(layer), self._reader.storage(layer).num_kv_heads
         if factors is None:
             return {}
         found = {}

@@ -136,8 +136,7 @@ class FlashInfer:
             if self._reader.caches.kv(layer).dtype.name != _FLOAT8:
                 return {}
             raise StateError(f"layer {layer} is stored as {_FLOAT8}, whose scales are in KVIO: give FlashInfer its io=")
-        self._io._guard.check_open()
-        factors = self._io._factors(layer, dtype("float32"), False)
+        factors = self._io.scales(layer)
         if factors is None:
             return {}
         found = factors.to_host().reshape(2, -1).tolist()

@@ -1,45 +1,42 @@
 """PagedCache: a transformers ``Cache`` whose K and V live in numba_kv's pages.
 
 ``model.generate(..., cache=PagedCache.for_model(model, ...))`` gives the tokens that transformers' own cache gives, with any
-attention implementation: K and V of each layer are gathered from the pages into a dense array before its attention.
+attention implementation: K and V of each layer are gathered from the pages into a dense array before its attention. With
+``attention="paged"`` nothing is gathered: the layers attend over the pages.
 """
 
 from __future__ import annotations
 
-import weakref
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-import transformers
 
+from numba_kv.adapters.transformers_attention import AttentionChoice
+from numba_kv.adapters.transformers_cache import ModelCache
+from numba_kv.adapters.transformers_device import open_resources
 from numba_kv.adapters.transformers_forward import ForwardSteps
+from numba_kv.adapters.transformers_hooks import decoder_of
 from numba_kv.adapters.transformers_kv import DenseKV
-from numba_kv.adapters.transformers_layers import PagedLayer
 from numba_kv.adapters.transformers_model import read_model
+from numba_kv.adapters.transformers_op import number_of
+from numba_kv.adapters.transformers_paged import PagedKV
 from numba_kv.adapters.transformers_rows import ModelRows
-from numba_kv.batch import Batch
-from numba_kv.device import resolve_target
-from numba_kv.errors import InputError, InteropError, RewindTooFar, StateError
-from numba_kv.shared_resources import SharedResources
-
-try:
-    from transformers.cache_utils import Cache, DummyLayer
-except ImportError as error:
-    raise InteropError(f"transformers {transformers.__version__} is installed; PagedCache needs 5.24 or newer") from error
+from numba_kv.errors import InputError, RewindTooFar, StateError
 
 if TYPE_CHECKING:
-    from types import TracebackType
-    from typing import NoReturn
+    from collections.abc import Iterator
 
     from numba_kv.adapters.transformers_model import ModelLayers
+    from numba_kv.shared_resources import SharedResources
 
 __all__ = ["PagedCache"]
 
-#: How the driver calls the legacy default stream, which is torch's own as long as no other is chosen, where 0 means "none".
-_LEGACY_STREAM = 1
+#: Who reads K and V: the model's own attention, dense, or ours, in the pages.
+_ATTENTIONS = ("gather", "paged")
 
 
-class PagedCache(Cache):
+class PagedCache(ModelCache):
     """Keeps K and V of a model's batch in pages. Owns the memory; `close` gives it back.
 
     Made by `for_model`. Rows are started by the first forward and stay until `reset`. Pads on the left of a prompt, as the 2-D
@@ -53,20 +50,10 @@ class PagedCache(Cache):
         The rows; for questions (`Batch.audit`, `Batch.stats`), not to be changed.
     """
 
-    def __init__(self, model: Any, layers: ModelLayers, resources: SharedResources) -> None:
-        self.resources = resources
-        self.batch = Batch(resources)
-        self._kv = DenseKV(resources, layers)
+    def __init__(self, model: Any, layers: ModelLayers, resources: SharedResources, choice: AttentionChoice | None) -> None:
+        super().__init__(resources, DenseKV(resources, layers) if choice is None else PagedKV(resources, layers.donors), choice)
         self._forward = ForwardSteps(ModelRows(self.batch), self._kv, layers)
-        self._has_closed = False
-        capacity = resources.plan.config.max_kv_cache_capacity
-        super().__init__(
-            layers=[
-                PagedLayer(self._forward, index, window, capacity, layers.croppable[index]) if owns else DummyLayer()
-                for index, (window, owns) in enumerate(zip(layers.windows, layers.owners, strict=True))
-            ]
-        )
-        self._hooks = _hook(model, self)
+        self._join(model, layers, self._forward)
 
     @classmethod
     def for_model(
@@ -79,6 +66,7 @@ class PagedCache(Cache):
         max_rewind_tokens: int = 0,
         max_batch_tokens: int | None = None,
         num_kv_pages: int | None = None,
+        attention: str = "gather",
         target: str | None = None,
         memory_bytes: int | None = None,
     ) -> PagedCache:
@@ -101,6 +89,11 @@ class PagedCache(Cache):
             prefilled in chunks.
         num_kv_pages : int, optional
             Pages of full attention; default every row at full length.
+        attention : {"gather", "paged"}
+            "gather": K and V are gathered for the attention that the model has; bit for bit what transformers' own cache gives.
+            "paged": `PagedAttention` reads the pages, which makes no dense copy and no mask, and gives the same up to rounding,
+            without gradients. The model attends so in forwards with this cache alone, one at a time; masks can hide pads on
+            the left of a prompt and nothing else.
         target : {"cuda", "cpu", "sim"}, optional
             Default: `cuda` for a model on a GPU, else `cpu` (or `sim` where that is switched on).
         memory_bytes : int, optional
@@ -115,6 +108,8 @@ class PagedCache(Cache):
 
         Stream: the current one of torch; the resources follow it from forward to forward. Waits once.
         """
+        if attention not in _ATTENTIONS:
+            raise InputError(f"attention: {attention!r} given, one of {', '.join(map(repr, _ATTENTIONS))} wanted")
         layers = read_model(
             model,
             max_batch=max_batch,
@@ -123,55 +118,42 @@ class PagedCache(Cache):
             max_rewind_tokens=max_rewind_tokens,
             max_batch_tokens=max_batch_tokens,
             num_kv_pages=num_kv_pages,
+            keeps_chunks=attention == "paged",
         )
-        place = model.device
-        name = target or ("cuda" if place.type == "cuda" else _host_target())
-        if place.type not in ("cuda", "cpu") or (name == "cuda") != (place.type == "cuda"):
-            raise InputError(f"target: {name!r} cannot serve a model on {place}; put the model there, or leave target out")
-        ordinal = place.index or 0
-        stream = _current_stream(place) if name == "cuda" else None
-        resources = SharedResources.create_for_llm(
-            layers.config, stream=stream, target=name, device=ordinal, memory_bytes=memory_bytes
-        )
+        choice = AttentionChoice(decoder_of(model)) if attention == "paged" else None
+        resources = open_resources(layers.config, model.device, target, memory_bytes)
         try:
-            return cls(model, layers, resources)
+            return cls(model, layers, resources, choice)
         except BaseException:
             resources.close()
             raise
 
-    # -- what a forward asks -------------------------------------------------------------------------------------
+    # -- what a forward asks, beside `update` ----------------------------------------------------------------------
 
-    @torch.compiler.disable
-    def update(self, key_states: Any, value_states: Any, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        """Store K and V of a layer and return those that its attention reads.
+    @contextmanager
+    def _traced(self) -> Iterator[dict[str, int]]:
+        """Let the forward inside be one that torch compiles; give the arguments that it needs besides."""
+        self._steps.start(None)
+        has_failed = True
+        try:
+            if self._choice is not None:
+                self._choice.start(is_traced=True)
+            self._is_traced = True
+            yield {"numba_kv_cache": number_of(self)}
+            has_failed = False
+        finally:
+            self._is_traced = False
+            self._attend_as_before()
+            self._steps.stop(has_failed)
 
-        Parameters
-        ----------
-        key_states, value_states : torch.Tensor [B, H, n, D]
-            Of the model's element type, on its device; any strides.
-        layer_idx : int
-            Number of the layer.
-
-        Returns
-        -------
-        keys, values : torch.Tensor [B, H, m, D]
-            The m and what they begin with are as `get_mask_sizes` said before.
-
-        Raises
-        ------
-        InputError, ShapeError, InteropError
-            If K and V are not those of this model, or the batch is another than before.
-        CapacityError
-            If a row would be longer than `max_tokens`, or there are more than `max_batch` rows.
-        StateError
-            After `close`, or if an earlier forward did not reach all layers (`reset` makes it usable again).
-
-        Stream: enqueues on torch's current one.
-        """
-        self._check_open()
-        if key_states.device.type == "cuda":
-            self._follow_stream(key_states.device)
-        return self._forward.update(layer_idx, key_states, value_states)
+    def _store_and_attend(self, layer: int, query: Any, key: Any, value: Any, *options: Any) -> Any:
+        """Store K and V of a layer that has its own, and return the attention of its queries; for the operator."""
+        if layer in self._forward.owners:
+            self._update(layer, key, value)
+        kv = self._kv
+        if not isinstance(kv, PagedKV):
+            raise StateError("attention: the operator works on caches with attention='paged'")
+        return kv.attend(kv.current(layer), query, *options)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Take the last tokens of all rows back.
@@ -226,6 +208,7 @@ class PagedCache(Cache):
         """Forget all tokens and rows. Memory and addresses stay."""
         self._check_open()
         self._forward.reset()
+        self._attend_as_before()
 
     # -- what people ask -----------------------------------------------------------------------------------------
 
@@ -234,93 +217,10 @@ class PagedCache(Cache):
         """Tokens that are stored of each row: those of `get_seq_length` without the pads on the left."""
         return [int(length) for length in self._forward.rows.lengths]
 
-    @property
-    def is_closed(self) -> bool:
-        """Whether `close` was called, or the resources were closed."""
-        return self._has_closed or self.resources.is_closed
-
-    def close(self) -> None:
-        """Give the memory back and take the hooks off the model; a second call does nothing. Stream: waits."""
-        self._hooks()
-        if not self._has_closed:
-            self._kv.close()
-            self.resources.close()
-            self._has_closed = True
-
-    def __enter__(self) -> PagedCache:
-        self._check_open()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
-
-    def __repr__(self) -> str:
-        state = "closed" if self.is_closed else f"{len(self._forward.rows)} rows of {self.get_seq_length()} tokens"
-        return f"PagedCache({len(self.layers)} layers, {state})"
-
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise StateError("PagedCache cannot be copied or pickled: it stands for memory of this process")
-
-    def __deepcopy__(self, memo: Any) -> NoReturn:
-        self.__reduce_ex__(None)
-
-    def _check_open(self) -> None:
-        if self.is_closed:
-            raise StateError("PagedCache is closed")
-
-    def _follow_stream(self, place: Any) -> None:
-        stream = _current_stream(place)
-        if int(getattr(stream, "cuda_stream", stream)) != self.resources.stream.handle:
-            self.resources.hand_over(stream)
-
-
-def _host_target() -> str:
-    """Return the default target if it is one of the host."""
-    name = resolve_target()
-    return "cpu" if name == "cuda" else name
-
-
-def _current_stream(place: Any) -> Any:
-    """Return torch's current stream of a device; its default one by the number that the driver has for it."""
-    stream = torch.cuda.current_stream(place)
-    return stream if stream.cuda_stream else _LEGACY_STREAM
+    def _state(self) -> str:
+        return f"{len(self._forward.rows)} rows of {self.get_seq_length()} tokens"
 
 
 def _numbers(values: Any) -> list[int]:
     found: list[int] = values.tolist() if hasattr(values, "tolist") else [int(value) for value in values]
     return found
-
-
-def _hook(model: Any, cache: PagedCache) -> weakref.finalize[..., PagedCache]:
-    """Make the model's decoder tell `cache` where its forwards begin and end; calling the result ends that.
-
-    The hooks know the cache weakly, so that it can go while the model stays, and take no notice of forwards with another cache.
-    """
-    decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
-    module, told = weakref.ref(decoder), weakref.ref(cache)
-
-    def of(owner: Any, kwargs: dict[str, Any]) -> PagedCache | None:
-        given = kwargs.get("cache", kwargs.get("past_key_values"))
-        found = told()
-        return found if found is not None and given is found and owner is module() else None
-
-    def before(owner: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        found = of(owner, kwargs)
-        if found is not None:
-            found._forward.start(kwargs.get("attention_mask"))
-
-    def behind(owner: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
-        found = of(owner, kwargs)
-        if found is not None:
-            found._forward.stop(has_failed=result is None)
-
-    handles = [
-        decoder.register_forward_pre_hook(before, with_kwargs=True),
-        decoder.register_forward_hook(behind, with_kwargs=True, always_call=True),
-    ]
-
-    def remove() -> None:
-        for handle in handles:
-            handle.remove()
-
-    return weakref.finalize(cache, remove)

@@ -6,6 +6,7 @@ them in the step before; hooks of the model's decoder add what is not seen from 
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,9 +14,11 @@ import numpy as np
 from numba_kv.errors import InputError, RewindTooFar, ShapeError, StateError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from numpy.typing import NDArray
 
-    from numba_kv.adapters.transformers_kv import DenseKV
+    from numba_kv.adapters.transformers_layer_kv import LayerKV
     from numba_kv.adapters.transformers_model import ModelLayers
     from numba_kv.adapters.transformers_rows import ModelRows, RowStep
 
@@ -29,35 +32,64 @@ class ForwardSteps:
     ----------
     rows : ModelRows
         Rows of the model's batch.
+    owners : frozenset of int
+        Layers that store K and V.
     """
 
-    def __init__(self, rows: ModelRows, kv: DenseKV, layers: ModelLayers) -> None:
+    def __init__(self, rows: ModelRows, kv: LayerKV, layers: ModelLayers) -> None:
         self.rows = rows
         self._kv = kv
         self._layers = layers
-        self._owners = frozenset(index for index, owns in enumerate(layers.owners) if owns)
+        self.owners = frozenset(index for index, owns in enumerate(layers.owners) if owns)
         self._step: RowStep | None = None
         self._done: set[int] = set()
         self._running = False
         self._mask: Any = None
         self._is_of_model: bool | None = None
         self._problem = ""
+        self._is_recorded = False
+        self._ahead: Any = None
 
     # -- what the hooks say --------------------------------------------------------------------------------------
 
     def start(self, mask: Any) -> None:
-        """Note that the model's decoder begins, with its 2-D attention mask if it has one."""
+        """Note that the model's decoder begins, with its 2-D attention mask if it has one.
+
+        Raises
+        ------
+        InputError
+            If attention reads pages, and the mask is of another kind.
+        """
         if self._running:
             self._problem = self._problem or "a forward was interrupted"
         self._running = True
         self._mask = mask if getattr(mask, "ndim", 0) == 2 else None
+        if self._kv.reads_pages and self._mask is None and _has_mask(mask):
+            raise InputError(
+                "attention_mask: one of [B, tokens] or none is wanted by attention over pages, which knows no other; use "
+                "attention='gather'"
+            )
 
     def stop(self, has_failed: bool) -> None:
-        """Note that the decoder has ended. The tokens of a forward that failed are taken back, where that is possible."""
+        """Note that the decoder has ended. The tokens of a forward that failed are taken back, where that is possible.
+
+        Raises
+        ------
+        StateError
+            If its layers did not attend over what they stored.
+        """
         self._running, self._mask = False, None
+        unread = [] if has_failed or self._step is None else self._kv.unread(self.owners)
+        self._kv.end()
         if not self._is_incomplete:
+            if unread:
+                self._problem = f"layers {unread} did not attend over their pages, and what they computed is wrong"
+                raise StateError(f"attention: {self._problem}; use attention='gather' for this model")
             return
         reached, step = max(self._done, default=-1), self._step
+        if self._is_recorded:
+            self._step = None
+            return
         if has_failed and step is not None:
             try:
                 self._take_back(step)
@@ -80,11 +112,14 @@ class ForwardSteps:
         CapacityError
             If rows or tokens have run out; nothing was changed.
         """
-        if layer not in self._owners:
-            raise InputError(
-                f"layer_idx: {layer} stores no K and V; the layers of the cache that do are {sorted(self._owners)}"
-            )
+        if layer not in self.owners:
+            raise InputError(f"layer_idx: {layer} stores no K and V; the layers of the cache that do are {sorted(self.owners)}")
         self._kv.check(layer, k, v)
+        if self._kv.reads_pages and not self._running:
+            raise StateError(
+                "update: attention over pages works in forwards of the model that the cache was made for, not in another model "
+                "or in layers that are called one by one"
+            )
         step = self._step
         if step is None or layer in self._done:
             step = self._begin(layer, k)
@@ -95,11 +130,44 @@ class ForwardSteps:
         self._done.add(layer)
         return moved
 
-    def length(self, layer: int) -> int:
-        """Return the padded length of a layer: less in those that the current forward has yet to reach."""
+    def length(self, layer: int) -> Any:
+        """Return the padded length of a layer: less in those that the current forward has yet to reach.
+
+        A tensor int64 [] in decode steps, whose graph outlives what the host knows now.
+        """
+        if self._ahead is not None:
+            return self._ahead + 1 if layer in self._done else self._ahead
+        return self.mask_length(layer)
+
+    def mask_length(self, layer: int) -> int:
+        """Return the same as a number; without a meaning in decode steps, whose masks are empty."""
         if self._step is not None and layer not in self._done:
             return self._step.before
         return self.rows.length
+
+    @contextmanager
+    def decode(self, stream: object, length: Any, *, is_recorded: bool) -> Iterator[None]:
+        """Let the forward inside be a step of one token a row, whose bookkeeping the caller has enqueued on `stream`.
+
+        `length` is the padded length before it, torch.Tensor int64 []. With `is_recorded` a graph is captured: nothing has been
+        appended, and nothing is taken back if it fails.
+        """
+        step = self.rows.decode_step(0 if is_recorded else 1)
+        self._done.clear()
+        self._step, self._is_recorded = step, is_recorded
+        try:
+            self._kv.begin(step, self.rows.offsets)
+            self._kv.stream, self._ahead = stream, length
+            yield
+        finally:
+            self._kv.stream = self._ahead = None
+            self._is_recorded = False
+            if is_recorded:
+                self._step = None
+
+    def check_ready(self) -> None:
+        """Raise StateError behind a forward that not all layers have seen."""
+        self._check_complete(0)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Take ``-tokens_to_remove`` tokens back; see `ModelRows.rewind`."""
@@ -121,8 +189,9 @@ class ForwardSteps:
     def reset(self) -> None:
         """Forget all tokens, and what went wrong."""
         self.rows.clear()
-        self._step = None
+        self._step = self._mask = None
         self._done.clear()
+        self._running = False  # no hook has said so behind an interrupt
         self._is_of_model = None
         self._problem = ""
 
@@ -130,10 +199,12 @@ class ForwardSteps:
 
     @property
     def _is_incomplete(self) -> bool:
-        return self._step is not None and self._done != self._owners
+        return self._step is not None and self._done != self.owners
 
     def _begin(self, layer: int, k: Any) -> RowStep:
         self._check_complete(0)
+        if self._kv.stream is not None:
+            raise StateError(f"update: layer {layer} has brought K and V twice in one decode step")
         if self._is_of_model is not None and self._is_of_model != self._running:
             raise StateError(
                 "update: the cache holds tokens of another model, or of layers that were called one by one; "
@@ -141,7 +212,10 @@ class ForwardSteps:
             )
         rows, tokens = k.shape[0], k.shape[2]
         self._check_hidden(rows, tokens)
-        step = self.rows.step(rows, tokens, self._pads(rows, tokens))
+        pads = self._pads(rows, tokens)
+        if self._kv.reads_pages:
+            self._check_visible(rows, tokens, pads)
+        step = self.rows.step(rows, tokens, pads)
         self._is_of_model = self._running
         self._step = step
         self._done.clear()
@@ -175,6 +249,22 @@ class ForwardSteps:
                 "stored; call reset() before another mask"
             )
 
+    def _check_visible(self, rows: int, tokens: int, pads: NDArray[np.int64] | None) -> None:
+        """Refuse a mask that hides tokens which are stored, now or with this step: attention over pages sees them. Waits."""
+        mask = self._mask
+        if mask is None or rows != mask.shape[0]:
+            return
+        stored = np.ones(tuple(mask.shape), bool)
+        if mask.shape[1] == self.rows.length + tokens:
+            stored = np.arange(mask.shape[1]) >= self.rows.offsets_after(rows, tokens, pads)[:, None]
+        is_hidden = mask.eq(0).cpu().numpy() & stored
+        if is_hidden.any():
+            row, column = np.argwhere(is_hidden)[0].tolist()
+            raise InputError(
+                f"attention_mask: hides column {column} of row {row}, which is stored; attention over pages hides nothing but "
+                "pads on the left of a prompt (and of those all but one of a forward that has no token); use attention='gather'"
+            )
+
     def _take_back(self, step: RowStep) -> None:
         """Undo a step that not all layers have seen."""
         if step.before:
@@ -188,7 +278,12 @@ class ForwardSteps:
     def _check_complete(self, removed: int) -> None:
         """Refuse to go on behind a forward that not all layers have seen, unless its tokens are among the `removed` ones."""
         problem, step = self._problem, self._step
-        if not problem and step is not None and self._done != self._owners and removed < step.tokens:
+        if not problem and step is not None and self._done != self.owners and removed < step.tokens:
             problem = f"a forward ended behind layer {max(self._done, default=-1)}, and the layers after it lack its tokens"
         if problem:
             raise StateError(f"the cache cannot go on: {problem}; call reset()")
+
+
+def _has_mask(mask: Any) -> bool:
+    """Return whether there is a mask, also in the form of one for each kind of layer."""
+    return any(each is not None for each in mask.values()) if isinstance(mask, dict) else mask is not None

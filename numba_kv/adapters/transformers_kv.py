@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 from numba_kv.adapters.torch_arrays import as_kv_tensor
-from numba_kv.cache import KVIO
-from numba_kv.errors import InteropError, ShapeError
+from numba_kv.adapters.transformers_layer_kv import LayerKV
 from numba_kv.geometry import round_up
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from numba_kv.adapters.transformers_model import ModelLayers
     from numba_kv.adapters.transformers_rows import RowStep
     from numba_kv.device import Tensor
@@ -32,8 +33,8 @@ _GRAIN = 64
 _MAX_SHAPES = 32
 
 
-class DenseKV:
-    """Moves K and V of one model. Owns the dense buffers; borrows the pools.
+class DenseKV(LayerKV):
+    """Moves K and V of one model, for its own attention. Owns the dense buffers; borrows the pools.
 
     A buffer is shared by all layers of the same heads: what `update` returns is overwritten by the next layer, except in layers
     whose K and V are read again later in the forward.
@@ -47,74 +48,33 @@ class DenseKV:
     """
 
     def __init__(self, resources: SharedResources, layers: ModelLayers) -> None:
-        import torch
-
-        self._torch = torch
+        super().__init__(resources)
         self._layers = layers
-        self._device = device = resources.device
-        self._caches = caches = resources.cache_managers[0]
-        self._place = torch.device("cuda", device.ordinal) if device.target == "cuda" else torch.device("cpu")
-        self._kind = getattr(torch, caches.plan.config.kv_cache_dtype)
-        self._short = caches.plan.config.max_step_tokens
+        config, torch = self._caches.plan.config, self._torch
+        self._short = config.max_step_tokens
         self._slots: dict[int, Any] = {}  # of each group: those of the whole rectangle of a step with pads
-        self._shift = np.zeros(caches.plan.config.max_batch_size, np.int64)
+        self._shift = np.zeros(config.max_batch_size, np.int64)
         with torch.inference_mode(False):
-            self._starts = torch.zeros(caches.plan.config.max_batch_size, dtype=torch.int32, device=self._place)
+            self._starts = torch.zeros(config.max_batch_size, dtype=torch.int32, device=self._place)
         self._buffers = self._make_buffers()
-        self._starts_tensor = as_kv_tensor(device, self._starts, "starts")
-        self._io = KVIO(caches)
+        self._starts_tensor = as_kv_tensor(self._device, self._starts, "starts")
 
-    def check(self, layer: int, k: Any, v: Any) -> None:
-        """Refuse K and V that are not [B, H, n, D] of this layer, of the model's element type and on its device.
-
-        Raises
-        ------
-        ShapeError, InteropError
-            Naming what came and what is wanted.
-        """
-        storage = self._caches.storage(layer)
-        for name, array in (("key_states", k), ("value_states", v)):
-            shape = tuple(array.shape)
-            if len(shape) != 4 or shape[1] != storage.num_kv_heads or shape[3] != storage.head_dim or not all(shape):
-                wanted = f"[B, {storage.num_kv_heads}, n, {storage.head_dim}]"
-                raise ShapeError(
-                    f"{name}: {list(shape)} given, {wanted} wanted in layer {layer}; the cache is of another model"
-                )
-            if array.dtype is not self._kind:
-                raise InteropError(f"{name}: {array.dtype} given, the cache was made for {self._kind}")
-            if array.device.type != self._place.type or (array.device.index or 0) != (self._place.index or 0):
-                raise InteropError(
-                    f"{name}: on {array.device}, the cache is on {self._place}; one model on one device is wanted"
-                )
-        if k.shape != v.shape:
-            raise ShapeError(f"value_states: {list(v.shape)} given, {list(k.shape)} wanted, as key_states")
-
-    def begin(self, step: RowStep, offsets: np.ndarray) -> None:
-        """Prepare what all layers of a step share."""
-        self._slots.clear()
+    def begin(self, step: RowStep, offsets: NDArray[np.int64]) -> None:
+        """Tell where rows begin, if that has changed."""
+        self.end()
         if not np.array_equal(offsets, self._shift[: step.rows]):
             self._shift[: step.rows] = offsets
             with self._torch.no_grad():
                 self._starts.copy_(self._torch.from_numpy(-self._shift))
 
+    def end(self) -> None:
+        """Forget the slots of a step."""
+        self._slots.clear()
+
     def move(self, layer: int, k: Any, v: Any, step: RowStep) -> tuple[Any, Any]:
-        """Store K and V of a step and return what the layer's attention reads.
+        """Store K and V of a step and return those that the layer's attention reads; see `LayerKV.move`.
 
-        Parameters
-        ----------
-        layer : int
-            It has K and V of its own.
-        k, v : torch.Tensor [B, H, n, D]
-            Of any strides.
-        step : RowStep
-            The current one.
-
-        Returns
-        -------
-        k, v : torch.Tensor [B, H, m, D]
-            Valid until the next layer's move.
-
-        Stream: enqueues. Cost: one launch where nothing precedes the step, else three.
+        They are valid until the next layer's move. Cost: one launch where nothing precedes the step, else three.
         """
         window = self._layers.windows[layer]
         first = 0 if window is None else max(0, step.before - window + 1)
@@ -133,7 +93,7 @@ class DenseKV:
 
     def close(self) -> None:
         """Give the launches and the buffers back; a second call does nothing."""
-        self._io.close()
+        super().close()
         self._buffers.clear()
         self._slots.clear()
 
@@ -166,16 +126,6 @@ class DenseKV:
         k, v = (as_kv_tensor(self._device, each.transpose(1, 2), "carry") for each in (keys, values))
         self._io.gather_slots(layer, k, v, slots[: step.rows])
         return keys[:, :, -count:], values[:, :, -count:]
-
-    def _tokens_first(self, array: Any, name: str) -> Tensor:
-        """Return [B, H, n, D] as [B, n, H, D] with rows that follow each other, copied only if they do not."""
-        array = array.detach().transpose(1, 2)
-        rows, tokens = array.shape[:2]
-        strides = array.stride()
-        follows = rows == 1 or strides[0] == tokens * (strides[0] if tokens == 1 else strides[1])
-        if strides[3] != 1 or not follows:
-            array = array.contiguous()
-        return as_kv_tensor(self._device, array, name)
 
     def _empty(self, layer: int, rows: int, tokens: int) -> tuple[Any, Any]:
         """Return new arrays [B, H, tokens, D] in which the tokens of a head follow each other, as attention reads them."""

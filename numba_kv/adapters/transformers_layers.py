@@ -2,14 +2,30 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from transformers.cache_utils import CacheLayerMixin
 
-if TYPE_CHECKING:
-    from numba_kv.adapters.transformers_forward import ForwardSteps
+__all__ = ["LayerSteps", "PagedLayer"]
 
-__all__ = ["PagedLayer"]
+
+class LayerSteps(Protocol):
+    """What layers ask, and what is told about forwards."""
+
+    def start(self, mask: Any) -> None:
+        """Note that the model's decoder begins, with its attention mask."""
+
+    def stop(self, has_failed: bool) -> None:
+        """Note that it has ended."""
+
+    def update(self, layer: int, k: Any, v: Any) -> tuple[Any, Any]:
+        """Store K and V of a layer and return what its attention is handed."""
+
+    def length(self, layer: int) -> Any:
+        """Return the padded length of a layer: a number, or a tensor where the host does not know it."""
+
+    def mask_length(self, layer: int) -> int:
+        """Return the padded length of a layer for which masks are made."""
 
 
 class PagedLayer(CacheLayerMixin):
@@ -17,7 +33,7 @@ class PagedLayer(CacheLayerMixin):
 
     Parameters
     ----------
-    forward : ForwardSteps
+    forward : LayerSteps
         Of the cache.
     index : int
         Number of the layer.
@@ -32,7 +48,7 @@ class PagedLayer(CacheLayerMixin):
     is_compileable = False
     supports_early_init = False
 
-    def __init__(self, forward: ForwardSteps, index: int, window: int | None, capacity: int, is_croppable: bool) -> None:
+    def __init__(self, forward: LayerSteps, index: int, window: int | None, capacity: int, is_croppable: bool) -> None:
         super().__init__()
         self._forward = forward
         self._index = index
@@ -49,13 +65,13 @@ class PagedLayer(CacheLayerMixin):
         """Store K and V of the layer; see `PagedCache.update`."""
         return self._forward.update(self._index, key_states, value_states)
 
-    def get_seq_length(self) -> int:
-        """Return the tokens of a row, pads included."""
+    def get_seq_length(self) -> Any:
+        """Return the tokens of a row, pads included; a tensor in forwards that run without the host."""
         return self._forward.length(self._index)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return how many keys the next `query_length` queries are handed, and the padded index of the first one."""
-        length = self.get_seq_length()
+        length = self._forward.mask_length(self._index)
         first = 0 if self.sliding_window is None else max(0, length - self.sliding_window + 1)
         return length - first + query_length, first
 

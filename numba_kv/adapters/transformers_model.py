@@ -18,7 +18,8 @@ __all__ = ["ModelLayers", "read_model"]
 
 _FULL = "full_attention"
 #: To a cache of transformers a chunked layer is a sliding one: only the mask knows chunks.
-_SLIDING = ("sliding_attention", "chunked_attention")
+_CHUNKED = "chunked_attention"
+_SLIDING = ("sliding_attention", _CHUNKED)
 _NO_CACHE = "dummy"
 
 
@@ -56,8 +57,11 @@ def read_model(
     max_rewind_tokens: int,
     max_batch_tokens: int | None,
     num_kv_pages: int | None,
+    keeps_chunks: bool = False,
 ) -> ModelLayers:
     """Return the layers of a transformers model, and the configuration of its caches.
+
+    With `keeps_chunks`, layers that see their chunk keep that; without, as many tokens before each as a chunk has.
 
     Raises
     ------
@@ -93,7 +97,8 @@ def read_model(
         raise UnsupportedModelError(
             f"model: {config.model_type!r} has layers with recurrent states, which are not supported here yet"
         )
-    return _combined(config, types, windows, max_rewind_tokens > 0)
+    chunked = tuple(keeps_chunks and each == _CHUNKED for each in types)
+    return _combined(config, types, windows, chunked, max_rewind_tokens > 0)
 
 
 def _plain(text: Any) -> dict[str, object]:
@@ -114,7 +119,9 @@ def _layer_types(text: Any) -> tuple[list[str], tuple[int | None, ...]]:
     return types, tuple(each.get("sliding_window") for each in options)
 
 
-def _combined(config: LLMEngineConfig, types: list[str], windows: tuple[int | None, ...], keeps_more: bool) -> ModelLayers:
+def _combined(
+    config: LLMEngineConfig, types: list[str], windows: tuple[int | None, ...], chunked: tuple[bool, ...], keeps_more: bool
+) -> ModelLayers:
     """Give the layers of `config` the windows that transformers has; they decide what a forward is handed."""
     capacity = config.max_kv_cache_capacity
     donors = tuple(layer.kv_donor for layer in config.layers)
@@ -126,7 +133,7 @@ def _combined(config: LLMEngineConfig, types: list[str], windows: tuple[int | No
             raise UnsupportedModelError(
                 f"model: layer {index} reads K and V of another layer, but the configuration does not say whose"
             )
-        window = FULL if tokens is None or tokens >= capacity else Window("sliding", tokens)
+        window = FULL if tokens is None or tokens >= capacity else Window("chunked" if chunked[owner] else "sliding", tokens)
         layers.append(replace(layer, window=window))
     return ModelLayers(
         config=replace(config, layers=tuple(layers), ropes=()),  # the model has rotary tables of its own

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from numba_kv.batch.view import StepView
 from numba_kv.errors import CapacityError, InputError, RewindTooFar
 
 if TYPE_CHECKING:
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
 
     from numba_kv.batch import Batch
     from numba_kv.batch.sequence import Sequence
-    from numba_kv.batch.view import StepView
 
 __all__ = ["ModelRows", "RowStep"]
 
@@ -126,6 +126,25 @@ class ModelRows:
         self.offsets = self.offsets + dropped
         self.length += tokens
         return RowStep(view, rows, tokens, before, dropped if dropped.any() else None)
+
+    def decode_step(self, already: int) -> RowStep:
+        """Return a step of one token a row that the host does not enqueue; `already` of its tokens (0 or 1) are noted."""
+        rows, batch = len(self), self.batch
+        buffers = batch.resources.cache_managers[0].step_buffers
+        view = StepView(buffers, rows, rows, 1, self._capacity, kv_len_is_exact=False, is_long=False)
+        return RowStep(view, rows, 1, self.length - already, None)
+
+    def passed(self, steps: int) -> None:
+        """Note `steps` steps of one token a row that ran without the host, here and in the batch."""
+        self.batch.advanced(steps)
+        self.lengths = self.lengths + steps
+        self.length += steps
+
+    def offsets_after(self, rows: int, tokens: int, pads: NDArray[np.int64] | None) -> NDArray[np.int64]:
+        """Return the pads of each row as they would be after `step` with the same arguments: int64 [B]."""
+        if not self._sequences:
+            return self._dropped(np.zeros(rows, np.int64), tokens, pads)
+        return self.offsets + self._dropped(self.lengths, tokens, pads)
 
     def check_rewind(self, tokens: int) -> None:
         """Refuse a number of padded tokens that cannot be taken back."""

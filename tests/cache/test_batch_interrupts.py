@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import numba_kv as kv
-from numba_kv.batch.stepper import Stepper
+from numba_kv.batch.composer import Composer
 from numba_kv.cache import KVPageTable, StepBuffers
 from numba_kv.device import Memory, Staging
 from numba_kv.device.guard import CallGuard
@@ -33,7 +33,7 @@ PLACES = [
     (CallGuard, "take"),
     (CallGuard, "release"),
     (RowLedger, "note_change"),
-    (Stepper, "_note_even"),
+    (Composer, "_note_even"),
     (PageIdPool, "take"),
     (RowLedger, "note_rewind"),
     (RowLedger, "permute"),

@@ -1,0 +1,59 @@
+"""The device of a transformers model: resources where it is, on the stream on which torch enqueues."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from numba_kv.device import resolve_target
+from numba_kv.errors import InputError
+from numba_kv.shared_resources import SharedResources
+
+if TYPE_CHECKING:
+    from numba_kv.config import LLMEngineConfig
+
+__all__ = ["follow_stream", "open_resources"]
+
+#: How the driver calls the legacy default stream, which is torch's own as long as no other is chosen, where 0 means "none".
+_LEGACY_STREAM = 1
+
+
+def open_resources(config: LLMEngineConfig, place: Any, target: str | None, memory_bytes: int | None) -> SharedResources:
+    """Allocate the caches of a model on `place`, a torch device.
+
+    Raises
+    ------
+    InputError
+        If `target` cannot serve a model there.
+    PlanError, TargetError
+        See `SharedResources.create_for_llm`.
+
+    Stream: torch's current one. Waits once.
+    """
+    name = target or ("cuda" if place.type == "cuda" else _host_target())
+    if place.type not in ("cuda", "cpu") or (name == "cuda") != (place.type == "cuda"):
+        raise InputError(f"target: {name!r} cannot serve a model on {place}; put the model there, or leave target out")
+    stream = _current_stream(place) if name == "cuda" else None
+    return SharedResources.create_for_llm(
+        config, stream=stream, target=name, device=place.index or 0, memory_bytes=memory_bytes
+    )
+
+
+def follow_stream(resources: SharedResources, place: Any) -> None:
+    """Move all further work to torch's current stream of `place`, if it is another. Stream: enqueues an event."""
+    stream = _current_stream(place)
+    if int(getattr(stream, "cuda_stream", stream)) != resources.stream.handle:
+        resources.hand_over(stream)
+
+
+def _host_target() -> str:
+    """Return the default target if it is one of the host."""
+    name = resolve_target()
+    return "cpu" if name == "cuda" else name
+
+
+def _current_stream(place: Any) -> Any:
+    """Return torch's current stream of a device; its default one by the number that the driver has for it."""
+    stream = torch.cuda.current_stream(place)
+    return stream if stream.cuda_stream else _LEGACY_STREAM

@@ -1,0 +1,87 @@
+"""Attention over pages as one operator of torch, which torch.compile puts into its graph without looking inside.
+
+What an operator is called with are tensors and numbers, so a cache is named by one. It stores K and V and attends at once: a
+compiler may drop or move what only stores.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from numba_kv.errors import StateError
+
+if TYPE_CHECKING:
+    from numba_kv.adapters.transformers_cache import ModelCache
+
+__all__ = ["attend_traced", "number_of"]
+
+#: Caches that are alive, by the number that stands for each in a graph.
+_CACHES: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+
+
+def number_of(cache: ModelCache) -> int:
+    """Return the number that stands for a cache, as long as it lives."""
+    _CACHES[id(cache)] = cache
+    return id(cache)
+
+
+def attend_traced(
+    module: Any,
+    query: Any,
+    key: Any,
+    value: Any,
+    attention_mask: Any,
+    *,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Any = None,
+    numba_kv_cache: int = 0,
+    **_: Any,
+) -> tuple[Any, None]:
+    """Return the attention of a layer, whose K and V are stored by the way, and no weights.
+
+    Parameters
+    ----------
+    module : torch.nn.Module
+        The layer's attention; it knows the number of its layer.
+    query, key, value : torch.Tensor [B, heads, 1, D]
+        Of the step; K and V of the donor, if the layer borrows them.
+    attention_mask : None
+        Nothing is masked in decode steps.
+    scaling, softcap, s_aux
+        As transformers names them.
+    numba_kv_cache : int
+        From `number_of`; an argument of the model's forward.
+
+    Returns
+    -------
+    torch.Tensor [B, 1, Hq, D], None
+    """
+    found = torch.ops.numba_kv.attend(query, key, value, s_aux, numba_kv_cache, module.layer_idx, scaling, softcap)
+    return found, None
+
+
+@torch.library.custom_op("numba_kv::attend", mutates_args=())
+def _attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    sinks: torch.Tensor | None,
+    cache: int,
+    layer: int,
+    scale: float | None,
+    soft_cap: float | None,
+) -> torch.Tensor:
+    found = _CACHES.get(cache)
+    if found is None:
+        raise StateError("attention: the cache of this graph is gone")
+    return found._store_and_attend(layer, query, key, value, scale, soft_cap, sinks)
+
+
+@_attend.register_fake
+def _shape(query: Any, key: Any, value: Any, sinks: Any, cache: int, layer: int, scale: Any, soft_cap: Any) -> Any:
+    rows, heads, tokens, dim = query.shape
+    return query.new_empty((rows, tokens, heads, dim))
