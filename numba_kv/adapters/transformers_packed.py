@@ -132,7 +132,7 @@ class PackedCache(ModelCache):
         Stream: enqueues on torch's current one.
         """
         self._check_open()
-        if getattr(view, "_buffers", None) is not self._buffers:
+        if getattr(view, "buffers", None) is not self._buffers:
             raise InputError(f"view: {view!r} is not a step of this cache's batch; cache.batch.step returns one")
         self._forward.check(view)
         place = self._positions.device

@@ -20,6 +20,7 @@ EXAMPLES = {
     "prefix_and_lora.py": ((), "switched to None: .* begins with 0.000, 0.000"),
     "torch_cuda_graph.py": (("torch",), "at most 4 pages of the sliding layer; as step by step"),
     "transformers_generate.py": (("torch", "transformers"), "AuditReport"),
+    "transformers_serve.py": (("torch", "transformers"), "AuditReport"),
 }
 
 
