@@ -119,6 +119,14 @@ class Device(Unique, ABC):
         self.copy_to_device(destination, source, nbytes, stream)
         return stream.record(again=again)
 
+    def copy_block(self, destination: int, source: int, nbytes: int, stream: Stream, again: Event | None) -> Event:
+        """Do as `copy_and_record`, where several threads do so at once and the device is current in them."""
+        return self.copy_and_record(destination, source, nbytes, stream, again)
+
+    def wait_block(self, event: Event) -> None:
+        """Wait for an event of `copy_block`, in one of these threads."""
+        event.synchronize()
+
     @abstractmethod
     def copy_to_host(self, destination: int, source: int, nbytes: int, stream: Stream) -> None:
         """Copy device bytes to host memory. Stream: waits."""

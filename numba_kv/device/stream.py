@@ -21,10 +21,17 @@ __all__ = ["CudaStream", "Event", "HostStream", "Stream", "stream_handle"]
 
 
 class Event:
-    """A point in a stream. Created by `Stream.record`; borrows nothing. Every method works from any thread."""
+    """A point in a stream. Created by `Stream.record`; borrows nothing. Every method works from any thread.
+
+    Attributes
+    ----------
+    handle : int
+        The driver's event address; 0 on the host targets.
+    """
 
     def __init__(self, native: Any = None, device: CudaDevice | None = None) -> None:
         self.native = native
+        self.handle = 0 if native is None else int(native.handle)
         self._device = device
         self._host_time = time.perf_counter()
         self._handle = 0

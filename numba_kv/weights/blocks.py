@@ -1,11 +1,10 @@
 """Blocks: host memory that reader threads fill and copies read, each guarded by an event.
 
-Knows which block is idle, or will be next. Does not know what goes through it.
+Knows which block is whose. Does not know what goes through it.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from typing import TYPE_CHECKING
 
 from numba_kv.device.locked_pages import large_pages
@@ -21,10 +20,7 @@ __all__ = ["Block", "Blocks", "host_bytes"]
 
 
 class Block:
-    """One block, for one thread at a time: `wait`, fill `bytes`, `send`. Owns its memory.
-
-    The pages are made by the first filling, on the thread that fills, and locked by the first `send`: so the first copies run
-    while later blocks are being made.
+    """One block, for one thread: `wait`, fill `bytes`, `send`. Borrows its memory.
 
     Attributes
     ----------
@@ -32,72 +28,73 @@ class Block:
         What is copied; not to be written between `send` and `wait`.
     """
 
-    def __init__(self, device: Device, nbytes: int) -> None:
+    def __init__(self, device: Device, array: NDArray[np.uint8]) -> None:
         self._device = device
-        self._memory: Memory | None = None
         self._event: Event | None = None
-        self.bytes: NDArray[np.uint8] = large_pages(nbytes)
+        self.show(array)
 
-    @property
-    def locked_nbytes(self) -> int:
-        """Page-locked bytes held."""
-        return 0 if self._memory is None else self._memory.nbytes
+    def show(self, array: NDArray[np.uint8]) -> None:
+        """Let the block be these bytes."""
+        self.bytes = array
+        self._address = int(array.ctypes.data)
 
     def wait(self) -> None:
         """Wait until the last copy has run."""
         if self._event is not None:
-            self._event.synchronize()
+            self._device.wait_block(self._event)
 
     def send(self, destination: int, nbytes: int, stream: Stream) -> None:
         """Copy the first bytes to a device address. Stream: enqueues the copy and an event."""
-        if self._memory is None:
-            self._memory = self._device.lock_pages(self.bytes)
-            self.bytes = host_bytes(self._memory)
-        self._event = self._device.copy_and_record(destination, self._memory.address, nbytes, stream, self._event)
-
-    def close(self) -> None:
-        """Give the memory back; a second call does nothing. No copy may be under way."""
-        memory, self._memory = self._memory, None
-        self.bytes = self.bytes[:0].copy()
-        if memory is not None:
-            memory.close(self._device.stream)
+        self._event = self._device.copy_block(destination, self._address, nbytes, stream, self._event)
 
 
 class Blocks:
-    """Up to a number of blocks, made when they are needed. Owns them.
+    """Up to `each` blocks a reader, in one piece of large pages. Owns it.
 
-    Idle ones, and those with copies under way in the order of these copies, stand in a line: who takes the first one waits
-    for the oldest copy.
+    The pages are made by those who first write to them, several at a time, and locked in one call behind that: the driver
+    locks one piece at a time, and pages that nobody has written to slowly. Reader r of n has the blocks r, r + n, and so on.
     """
 
-    def __init__(self, device: Device, nbytes: int, most: int) -> None:
+    def __init__(self, device: Device, nbytes: int, *, num_readers: int, each: int) -> None:
         self._device = device
         self._nbytes = nbytes
-        self._most = most
-        self._line: deque[Block | None] = deque()  # None: one that is not made yet
+        self._num_readers = num_readers
+        self._most = num_readers * each
+        self._pages: NDArray[np.uint8] | None = None  # until they are locked
+        self._memory: Memory | None = None
         self._blocks: list[Block] = []
 
     @property
     def nbytes(self) -> int:
         """Page-locked bytes held now."""
-        return sum(block.locked_nbytes for block in self._blocks)
+        return 0 if self._memory is None else self._memory.nbytes
+
+    @property
+    def is_locked(self) -> bool:
+        """Whether copies can run."""
+        return self._memory is not None
 
     def prepare(self, wanted: int) -> None:
-        """Line up the blocks that there are, and places for up to `wanted`, or as many as there may be. All are idle."""
-        missing = min(wanted, self._most) - len(self._blocks)
-        self._line = deque([*self._blocks, *[None] * missing])
+        """Have `wanted` blocks, or as many as there may be. Every block is idle."""
+        wanted = min(wanted, self._most)
+        if self._memory is not None and wanted <= len(self._blocks):
+            return
+        self.close()
+        self._pages = large_pages(wanted * self._nbytes)
+        self._blocks = [Block(self._device, part) for part in self._parts(self._pages, wanted)]
 
-    def take(self) -> Block:
-        """Return the first block, whose last copy may be under way. There have to be at least as many as takers."""
-        block = self._line.popleft()
-        if block is None:
-            block = Block(self._device, self._nbytes)
-            self._blocks.append(block)
-        return block
+    def of(self, reader: int) -> list[Block]:
+        """Return the blocks of a reader."""
+        return self._blocks[reader :: self._num_readers]
 
-    def give_back(self, block: Block) -> None:
-        """Put a block at the end of the line."""
-        self._line.append(block)
+    def lock(self) -> None:
+        """Lock the pages; what is in them stays. No thread may look at a block meanwhile. The device is current."""
+        if self._pages is None:
+            return
+        self._memory = self._device.lock_pages(self._pages)
+        self._pages = None
+        for block, part in zip(self._blocks, self._parts(host_bytes(self._memory), len(self._blocks)), strict=True):
+            block.show(part)
 
     def drain(self) -> None:
         """Wait for every copy."""
@@ -106,9 +103,13 @@ class Blocks:
 
     def close(self) -> None:
         """Give the memory back; a second call does nothing. No copy may be under way."""
-        self._line.clear()
-        while self._blocks:
-            self._blocks.pop().close()
+        self._blocks, self._pages = [], None
+        memory, self._memory = self._memory, None
+        if memory is not None:
+            memory.close(self._device.stream)
+
+    def _parts(self, array: NDArray[np.uint8], count: int) -> list[NDArray[np.uint8]]:
+        return [array[i * self._nbytes : (i + 1) * self._nbytes] for i in range(count)]
 
 
 def host_bytes(memory: Memory) -> NDArray[np.uint8]:

@@ -5,9 +5,9 @@ Knows blocks, reader threads and windows. Does not know files or tensors. ::
     memory    | segment 0 | gap | segment 1 ...      | segment 2 |
     windows   |     0     |     1     |     2     |     3     |   one block each, whatever the segments are
 
-    reader 0    fill 0      fill 2         ...     each takes the next window that nobody has and the block that is idle
-    reader 1      fill 1      fill 3               next, fills it and enqueues the copy
-    stream              copy 0 copy 1 copy 2 ...
+    reader 0    fill 0   fill 2        ...         each takes the next window that nobody has, fills a block of its own,
+    reader 1    fill 1     fill 3                  enqueues the copy, and goes on with its other block
+    stream             copy 0 copy 1 copy 2 ...
 
 A block is filled again only after the event behind its last copy. On the host targets there is nothing to stage: the readers
 fill the memory itself.
@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from numba_kv.errors import InputError, StateError
 from numba_kv.weights.blocks import Blocks, host_bytes
@@ -36,10 +36,10 @@ __all__ = ["BLOCK_NBYTES", "STAGING_NBYTES", "Fill", "Progress", "Segment", "Upl
 
 #: Page-locked bytes of an uploader at most, unless it is told otherwise.
 STAGING_NBYTES = 64 << 20
-#: Bytes of a block: with smaller ones the pauses between copies count, with larger ones the wait for the first.
+#: Bytes of a block, two for each of 8 readers: a smaller one is copied before the interpreter has served the next reader.
 BLOCK_NBYTES = 4 << 20
 #: With more readers than this the memory is the limit, and each upload has more threads to wake.
-_MAX_READERS = 10
+_MAX_READERS = 8
 #: Seconds between two reports of progress.
 _REPORT_EVERY = 0.05
 
@@ -48,39 +48,31 @@ _BUSY = "weights or an adapter are being loaded; wait until that has ended"
 #: `progress(done_nbytes, total_nbytes)`, called on the caller's thread; the first call has 0 done, the last one all.
 Progress = Callable[[int, int], None]
 
+#: Begin and end of a window.
+Range = tuple[int, int]
+
 
 class _Run:
-    """One upload: what is left of it, where it goes, and whether to go on."""
+    """One upload: what is left of it, and whether to go on."""
 
     def __init__(self, windows: Windows, num_readers: int, stream: Stream) -> None:
         self.windows = windows
         self.stream = stream  # a hand-over meanwhile must not part a copy from its event
-        self.left = deque(windows.ranges)  # taking the next one is atomic
         self.num_readers = min(num_readers, len(windows.ranges))
         self.done = [0] * self.num_readers  # bytes of each reader
         self.stopped = False
-        self._destination: Memory | None = None
-        self._arrived = threading.Event()
+        self._left = deque(windows.ranges)
 
-    def start(self, destination: Memory) -> None:
-        """Say where the bytes go."""
-        self._destination = destination
-        self._arrived.set()
-
-    def stop(self) -> None:
-        """Let every reader return after the window that it is at."""
-        self.stopped = True
-        self._arrived.set()
-
-    def destination(self) -> Memory | None:
-        """Return where the bytes go, once that is known; None: nowhere any more."""
-        if self._destination is None:
-            self._arrived.wait()
-        return None if self.stopped else self._destination
+    def take(self) -> Range | None:
+        """Return the next window that nobody has; None: there is none, or the run was stopped."""
+        try:
+            return None if self.stopped else self._left.popleft()
+        except IndexError:
+            return None
 
 
 class Uploader:
-    """Staging blocks and the readers that run over them. Owns the blocks; they are made when they are first needed, and kept.
+    """Staging blocks and the readers that run over them. Owns both; they are made when they are first needed, and kept.
 
     Uploads of several threads take turns.
 
@@ -93,7 +85,7 @@ class Uploader:
     block_nbytes : int
         Bytes of a block, rounded down to a multiple of 256; at most `staging_nbytes`.
     num_readers : int, optional
-        Threads that fill, at most one a block; None: as many as the machine has cores, at most 10.
+        Threads that fill, at most one a block; None: as many as the machine has cores, at most 8.
     direct : bool, optional
         Whether the readers write to the destination itself; None: where the host can reach it.
 
@@ -122,7 +114,8 @@ class Uploader:
         max_blocks = staging_nbytes // block
         self._num_readers = min(num_readers or min(_MAX_READERS, os.cpu_count() or 1), max_blocks)
         self._direct = device.target != "cuda" if direct is None else direct
-        self._blocks = Blocks(device, block, max_blocks)
+        self._blocks = Blocks(device, block, num_readers=self._num_readers, each=min(2, max_blocks // self._num_readers))
+        self._threads: ThreadPoolExecutor | None = None
         self._turn = threading.Lock()
         self._caller = 0  # the thread whose upload runs
         self._closed = False
@@ -174,9 +167,6 @@ class Uploader:
                 memory = destination() if callable(destination) else destination
                 if windows.nbytes > memory.nbytes:
                     raise InputError(f"segments: they end at byte {windows.nbytes}, the destination has {memory.nbytes}")
-                if self._direct:
-                    run.stream.synchronize()  # nothing earlier may still write there
-                run.start(memory)
                 return memory
 
             report = progress or _silent
@@ -192,56 +182,72 @@ class Uploader:
                 self._caller = 0
 
     def _run(self, run: _Run, start: Callable[[], Memory], report: Callable[[], None]) -> Memory:
-        device, before = self._device, self._device.bytes_to_device
-        if not self._direct:
-            self._blocks.prepare(len(run.windows.ranges))
-        readers: list[Future[None]] = []
-        with ThreadPoolExecutor(run.num_readers, "numba_kv-weights") as threads:
-            try:
-                for reader in range(run.num_readers):
-                    readers.append(threads.submit(self._read, run, reader))
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor(self._num_readers, "numba_kv-weights")
+        device, before, everyone = self._device, self._device.bytes_to_device, range(run.num_readers)
+        work: list[Future[Any]] = []
+        try:
+            if self._direct:
                 memory = start()
-                _watch(readers, report)
-            finally:  # whatever happened: no reader and no copy is left behind
-                run.stop()
-                wait(readers)
-                device.bytes_to_device = before + sum(run.done)  # readers that counted at the same time may have lost some
-                self._blocks.drain()
-                readers.clear()  # see `_watch`
+                run.stream.synchronize()  # nothing earlier may still write there
+                work += [self._threads.submit(self._fill_memory, run, reader, memory) for reader in everyone]
+            else:
+                self._blocks.prepare(len(run.windows.ranges))
+                work += [self._threads.submit(self._fill_first, run, reader) for reader in everyone]
+                memory = start()
+                _watch(work, report)
+                firsts = [one.result() for one in work]
+                with device.active():
+                    self._blocks.lock()
+                work[:] = [self._threads.submit(self._fill_blocks, run, reader, firsts[reader], memory) for reader in everyone]
+            _watch(work, report)
+        except BaseException:  # whatever happened: no reader is left behind
+            run.stopped = True
+            self._end_threads()
+            raise
+        finally:  # and no copy
+            device.bytes_to_device = before + sum(run.done)  # readers that counted at the same time may have lost some
+            self._blocks.drain()
+            work.clear()  # see `_watch`
         return memory
 
-    def _read(self, run: _Run, reader: int) -> None:
-        """Take windows until there are none. Runs on a thread of its own."""
+    def _fill_memory(self, run: _Run, reader: int, memory: Memory) -> None:
+        """Write windows where they belong until there are none. Runs on a thread of its own, as the next two."""
+        while window := run.take():
+            begin, end = window
+            run.windows.fill(host_bytes(memory)[begin:end], begin)
+            run.done[reader] += end - begin
+
+    def _fill_first(self, run: _Run, reader: int) -> Range | None:
+        """Write a window to a reader's first block and return it; make the pages of the others."""
+        blocks, window = self._blocks.of(reader), run.take()
+        if window is not None:
+            run.windows.fill(blocks[0].bytes[: window[1] - window[0]], window[0])
+        if not self._blocks.is_locked:
+            for block in blocks[1:]:
+                block.bytes.fill(0)
+        return window
+
+    def _fill_blocks(self, run: _Run, reader: int, window: Range | None, memory: Memory) -> None:
+        """Copy the window in a reader's first block, then write windows to its blocks in turn and copy them."""
+        blocks, stream, address, fill = self._blocks.of(reader), run.stream, memory.address, run.windows.fill
+        turn = 0
         with self._device.active():
-            fill = self._fill_memory if self._direct else self._fill_block
-            while not run.stopped:
-                try:
-                    begin, end = run.left.popleft()
-                except IndexError:
-                    return
-                run.done[reader] += fill(run, begin, end)
+            while window is not None:
+                begin, end = window
+                block = blocks[turn % len(blocks)]
+                if turn:
+                    block.wait()
+                    fill(block.bytes[: end - begin], begin)
+                block.send(address + begin, end - begin, stream)
+                run.done[reader] += end - begin
+                turn += 1
+                window = run.take()
 
-    def _fill_memory(self, run: _Run, begin: int, end: int) -> int:
-        """Write a window where it belongs; return the bytes that came there."""
-        destination = run.destination()
-        if destination is None:
-            return 0
-        run.windows.fill(host_bytes(destination)[begin:end], begin)
-        return end - begin
-
-    def _fill_block(self, run: _Run, begin: int, end: int) -> int:
-        """Write a window to the next block and enqueue its copy; return the bytes of that."""
-        block = self._blocks.take()
-        try:
-            block.wait()
-            run.windows.fill(block.bytes[: end - begin], begin)
-            destination = run.destination()
-            if destination is None:
-                return 0
-            block.send(destination.address + begin, end - begin, run.stream)
-        finally:
-            self._blocks.give_back(block)
-        return end - begin
+    def _end_threads(self) -> None:
+        threads, self._threads = self._threads, None
+        if threads is not None:
+            threads.shutdown(cancel_futures=True)
 
     def check_idle(self) -> None:
         """Raise StateError if an upload is running."""
@@ -249,7 +255,7 @@ class Uploader:
             raise StateError(_BUSY)
 
     def close(self) -> None:
-        """Give the blocks back; a second call does nothing.
+        """Give blocks and threads back; a second call does nothing.
 
         Raises
         ------
@@ -260,6 +266,7 @@ class Uploader:
             raise StateError(_BUSY)
         self._closed = True
         try:
+            self._end_threads()
             with self._device.active():
                 self._blocks.close()
         finally:

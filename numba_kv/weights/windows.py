@@ -86,7 +86,13 @@ class Windows:
     def fill(self, out: NDArray[np.uint8], begin: int) -> None:
         """Write the destination's bytes from `begin` on into `out`; what belongs to no segment becomes 0."""
         at, end = begin, begin + len(out)
-        for place in range(max(0, bisect_right(self._begins, begin) - 1), bisect_left(self._begins, end)):
+        first = max(0, bisect_right(self._begins, begin) - 1)
+        if (
+            self._segments and self._begins[first] <= begin and end <= self._segments[first].end
+        ):  # most windows are a part of one segment
+            self._segments[first].fill(out, begin - self._begins[first])
+            return
+        for place in range(first, bisect_left(self._begins, end)):
             segment = self._segments[place]
             low, high = max(begin, segment.begin), min(end, segment.end)
             if low >= high:  # the one before `begin` need not reach to it

@@ -151,6 +151,7 @@ def fakes(monkeypatch: pytest.MonkeyPatch) -> Any:
     with monkeypatch.context() as patch:
         patch.setattr(bindings, "driver", driver)
         patch.setattr(core, "Device", lambda ordinal: native)
+        patch.setattr("numba_kv.device.cuda_device.held_calls", lambda: None)  # the real driver, where there is one
         patch.setattr(core, "LegacyPinnedMemoryResource", lambda: SimpleNamespace(allocate=native_pinned(native, driver)))
         yield driver, native
 

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 from numba_kv.device.cuda_device import CudaDevice
+from numba_kv.device.held_calls import HeldCalls
 from numba_kv.device.locked_pages import large_pages
 from numba_kv.errors import CapacityError, DeviceError
 from numba_kv.weights import Uploader
-from numba_kv.weights.blocks import Block
+from numba_kv.weights.blocks import Block, Blocks
 from numba_kv.weights.windows import Segment
 from tests.helpers.fake_driver import MINE, OTHER, FakeDriver, FakeNative, cuda_device
 
@@ -31,35 +32,82 @@ def names(driver: FakeDriver) -> list[str]:
     return found
 
 
-def test_pages_are_locked_by_the_first_copy_out_of_them(fake: Fake) -> None:
+def prepared(device: CudaDevice, count: int = 2) -> Blocks:
+    blocks = Blocks(device, 4096, num_readers=1, each=count)
+    blocks.prepare(count)
+    return blocks
+
+
+def locked(device: CudaDevice) -> tuple[Blocks, Block]:
+    blocks = prepared(device)
+    blocks.lock()
+    return blocks, blocks.of(0)[1]
+
+
+def test_all_pages_are_locked_in_one_call_after_they_were_filled(fake: Fake) -> None:
     device, driver, _ = fake
-    block = Block(device, 4096)
+    blocks = prepared(device)
+    first, block = blocks.of(0)
     block.wait()
     block.bytes[:] = 7
     assert names(driver) == []
-    assert device.pinned.current_bytes == 0
-    block.send(0xA000, 300, device.stream)
-    assert names(driver) == ["cuMemHostRegister", "cuMemcpyHtoDAsync", "record"]
-    assert driver.arguments["cuMemHostRegister"][:2] == (block.bytes.ctypes.data, 4096)
-    assert driver.arguments["cuMemcpyHtoDAsync"][:3] == (0xA000, block.bytes.ctypes.data, 300)
+    assert (blocks.is_locked, device.pinned.current_bytes) == (False, 0)
+    blocks.lock()
+    blocks.lock()
+    assert names(driver) == ["cuMemHostRegister"]
+    assert driver.arguments["cuMemHostRegister"][:2] == (first.bytes.ctypes.data, 8192)
+    assert (blocks.is_locked, blocks.nbytes, device.pinned.current_bytes) == (True, 8192, 8192)
     assert (block.bytes == 7).all()
-    assert device.pinned.current_bytes == block.locked_nbytes == 4096
+    block.send(0xA000, 300, device.stream)
+    assert driver.arguments["cuMemcpyHtoDAsync"][:3] == (0xA000, block.bytes.ctypes.data, 300)
     block.wait()
     block.send(0xB000, 4096, device.stream)
-    assert names(driver) == ["event sync", "cuMemcpyHtoDAsync", "record"]
-    block.close()
-    block.close()
+    assert names(driver) == ["cuMemcpyHtoDAsync", "record", "event sync", "cuMemcpyHtoDAsync", "record"]
+    blocks.prepare(2)
+    assert blocks.of(0) == [first, block]
+    blocks.close()
+    blocks.close()
+    del first, block
     gc.collect()
     assert names(driver) == ["cuMemHostUnregister"]
     assert device.pinned.current_bytes == 0
 
 
+@pytest.mark.parametrize("has_run", [True, False])
+def test_copies_of_blocks_keep_the_interpreters_lock(fake: Fake, has_run: bool) -> None:
+    device, driver, _ = fake
+    made: list[tuple[object, ...]] = []
+
+    def call(*arguments: int) -> int:
+        made.append(arguments)
+        return 0
+
+    def query(event: int) -> int:
+        return 0 if has_run else 600
+
+    device._held = HeldCalls(copy=call, record=call, query=query)
+    blocks, block = locked(device)
+    block.send(0xA000, 300, device.stream)  # makes the event
+    names(driver)
+    block.wait()
+    assert names(driver) == ([] if has_run else ["event sync"])
+    before = device.bytes_to_device
+    block.send(0xB000, 200, device.stream)
+    assert made == [(0xB000, block.bytes.ctypes.data, 200, device.stream.handle), (0xE, device.stream.handle)]
+    assert device.bytes_to_device - before == 200
+    device._held = HeldCalls(copy=lambda *arguments: 719, record=call, query=query)
+    with pytest.raises(DeviceError, match="the driver reports error 719"):
+        block.send(0xB000, 200, device.stream)
+    assert len(made) == 2
+    blocks.close()
+
+
 def test_the_lock_goes_with_the_last_array_that_shows_the_pages(fake: Fake) -> None:
     device, driver, _ = fake
-    block = Block(device, 4096)
-    block.send(0xA000, 300, device.stream)
+    blocks, block = locked(device)
     shown = block.bytes[:10]
-    block.close()
+    blocks.close()
+    del block
     gc.collect()
     assert "cuMemHostUnregister" not in names(driver)
     driver.stack[:] = [OTHER]
@@ -71,12 +119,11 @@ def test_the_lock_goes_with_the_last_array_that_shows_the_pages(fake: Fake) -> N
 
 def test_locks_that_outlive_the_driver_are_left_to_the_process(fake: Fake) -> None:
     device, driver, _ = fake
-    block = Block(device, 4096)
-    block.send(0xA000, 300, device.stream)
+    blocks, block = locked(device)
     names(driver)
     driver.cuCtxGetCurrent = lambda: (driver.CUresult.CUDA_ERROR_DEINITIALIZED, 0)  # type: ignore[method-assign]
     driver.cuCtxPushCurrent = lambda context: (driver.CUresult.CUDA_ERROR_DEINITIALIZED,)  # type: ignore[method-assign]
-    del block
+    del blocks, block
     gc.collect()  # an error here would be an unraisable one
     assert names(driver) == []
 
@@ -84,20 +131,28 @@ def test_locks_that_outlive_the_driver_are_left_to_the_process(fake: Fake) -> No
 def test_pages_that_cannot_be_locked_are_copied_to_those_of_the_driver(fake: Fake) -> None:
     device, driver, native = fake
     driver.results["cuMemHostRegister"] = (driver.CUresult.CUDA_ERROR_NOT_SUPPORTED,)
-    block = Block(device, 4096)
+    blocks = prepared(device)
+    block = blocks.of(0)[1]
     block.bytes[:] = np.arange(4096).astype(np.uint8)
-    block.send(0xA000, 300, device.stream)
-    assert names(driver) == ["cuMemHostRegister", "pinned allocate", "cuMemcpyHtoDAsync", "record"]
-    assert driver.arguments["cuMemcpyHtoDAsync"][1] == block.bytes.ctypes.data
+    blocks.lock()
+    assert names(driver) == ["cuMemHostRegister", "pinned allocate"]
     assert np.array_equal(block.bytes, np.arange(4096).astype(np.uint8))
-    block.close()
+    block.send(0xA000, 300, device.stream)
+    assert driver.arguments["cuMemcpyHtoDAsync"][1] == block.bytes.ctypes.data
+    blocks.close()
+    del block
     gc.collect()
-    assert names(driver) == ["buffer close"]
+    assert names(driver)[-1] == "buffer close"
     native.failure = RuntimeError("none is left")
-    block = Block(device, 4096)
+    blocks = prepared(device)
     with pytest.raises(RuntimeError, match="none is left"):
-        block.send(0xA000, 300, device.stream)
-    assert device.pinned.current_bytes == 0
+        blocks.lock()
+    assert (device.pinned.current_bytes, blocks.is_locked) == (0, False)
+    native.failure = None
+    blocks.prepare(2)
+    blocks.lock()
+    assert blocks.is_locked
+    blocks.close()
 
 
 @pytest.mark.parametrize("call", ["cuMemcpyHtoDAsync", "cuMemHostRegister"])
