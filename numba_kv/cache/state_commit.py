@@ -11,6 +11,8 @@ from collections import OrderedDict
 from operator import index
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from numba_kv.cache.kv_operands import check_aligned, unowned
 from numba_kv.cache.state_copies import PART_NBYTES
 from numba_kv.cache.state_slab import HALF, WORD
@@ -21,6 +23,9 @@ from numba_kv.dtypes import dtype
 from numba_kv.errors import InputError, ShapeError, StateError
 from numba_kv.geometry import ceil_div
 from numba_kv.kernels.bits import KINDS
+from numba_kv.kernels.block_memory import NEAR_TILE
+from numba_kv.kernels.replay_delta_net import replay_delta_net
+from numba_kv.kernels.replay_mamba import TILE_ROWS, replay_mamba
 from numba_kv.kernels.state_commit import (
     CommitStatus,
     resolve_commits,
@@ -29,7 +34,6 @@ from numba_kv.kernels.state_commit import (
     shift_conv_states_16,
     shift_conv_states_32,
 )
-from numba_kv.kernels.state_replay import replay_delta_net, replay_mamba
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -45,9 +49,8 @@ __all__ = ["StateCommits"]
 _INT32 = dtype("int32")
 #: Bound checks that are kept: callers alternate between few arrays.
 _MAX_LAUNCHES = 16
-#: Elements of a head's state that one block of a Mamba replay works on, and columns of a gated delta net's.
-_PART_ELEMENTS = 4096
-_PART_COLUMNS = 64
+#: Elements of a head's state that one block of a Mamba replay works on, and its threads: two tiles for each.
+_PART_ELEMENTS, _MAMBA_THREADS = 8192, 128
 #: Channels of a convolution that one block shifts.
 _PART_CHANNELS = 512
 
@@ -266,12 +269,15 @@ class StateCommits:
     def _replay_mamba(self, layer: Mamba2Layer) -> tuple[Launch, int]:
         heads, dim, size = layer.state_shape
         stashes = {name: self._slabs[f"replay_{name}_state"] for name in ("da", "u", "b", "dt")}
-        part_rows = max(1, min(dim, _PART_ELEMENTS // size))
+        part_rows = min(dim, max(TILE_ROWS, _PART_ELEMENTS // size // TILE_ROWS * TILE_ROWS))
         parts = ceil_div(dim, part_rows)
-        state, layers = self._state_values("recurrent_state")
+        state, kind, layers = self._state_values("recurrent_state")
         values: dict[str, Tensor | int] = {
             **state,
-            **{name: slab.whole() for name, slab in stashes.items()},
+            "da": stashes["da"].whole(),
+            "dt": stashes["dt"].whole(),
+            "u": stashes["u"].flat(1),
+            "b": stashes["b"].flat(1),
             "paths": self._paths,
             "heads": heads,
             "dim": dim,
@@ -284,25 +290,27 @@ class StateCommits:
             "u_layer": stashes["u"].plan.layer_nbytes // 4,
             "b_layer": stashes["b"].plan.layer_nbytes // 4,
         }
-        return replay_mamba.bind(self._device, values), layers * heads * parts
+        replay = replay_mamba.fixed(kind=kind)
+        return replay.bind(self._device, values, threads=_MAMBA_THREADS), layers * heads * parts
 
     def _replay_delta_net(self) -> tuple[Launch, int]:
         stashes = {name: self._slabs[f"replay_{name}_state"] for name in ("k", "g", "beta", "v")}
         heads, dim, size = self._slabs["recurrent_state"].plan.shape[2:]
-        part_columns = min(size, _PART_COLUMNS)
+        part_columns = max(1, min(size, NEAR_TILE // dim))
         parts = ceil_div(size, part_columns)
-        state, layers = self._state_values("recurrent_state")
+        on_gpu = self._device.target == "cuda"  # which has its own memory for what lies between tokens
+        spare = stashes["g"].whole() if on_gpu else self._on_host(dim * part_columns)
+        state, kind, layers = self._state_values("recurrent_state")
         given = stashes["v"].plan
         itemsize = dtype(given.dtype).itemsize
         values: dict[str, Tensor | int] = {
             **state,
-            "keys": stashes["k"].whole(),
+            "keys": stashes["k"].flat(1),
             "decays": stashes["g"].whole(),
             "gates": stashes["beta"].whole(),
-            "values16": stashes["v"].flat(2),
-            "values32": stashes["v"].flat(4),
+            "values": stashes["v"].flat(1),
+            "spare": spare,
             "paths": self._paths,
-            "value_kind": KINDS[given.dtype],
             "heads": heads,
             "key_heads": stashes["k"].plan.shape[3],
             "dim": dim,
@@ -314,18 +322,21 @@ class StateCommits:
             "head_layer": stashes["g"].plan.layer_nbytes // 4,
             "value_layer": given.layer_nbytes // itemsize,
         }
-        threads = min(_PART_COLUMNS, ceil_div(part_columns, 32) * 32)
-        return replay_delta_net.bind(self._device, values, threads=threads), layers * heads * parts
+        threads = min(256, ceil_div(part_columns, 32) * 32)
+        replay = replay_delta_net.fixed(kind=kind, value_kind=KINDS[given.dtype])
+        return replay.bind(self._device, values, threads=threads), layers * heads * parts
 
-    def _state_values(self, name: str) -> tuple[dict[str, Tensor | int], int]:
-        """Return what a replay knows of the states, and the layers."""
+    def _on_host(self, count: int) -> Tensor:
+        """Return `count` float32 of host memory, where kernels run on it."""
+        return as_tensor(self._device, np.empty(count, np.float32), "spare")
+
+    def _state_values(self, name: str) -> tuple[dict[str, Tensor | int], int, int]:
+        """Return what a replay knows of the states, their kind, and the layers."""
         slab = self._slabs[name]
         layers = slab.plan.shape[0]
         values: dict[str, Tensor | int] = {
-            "state16": slab.flat(2),
-            "state32": slab.flat(4),
-            "kind": KINDS[slab.plan.dtype],
+            "state": slab.flat(1),
             "layers": layers,
             "state_layer": slab.plan.layer_nbytes // dtype(slab.plan.dtype).itemsize,
         }
-        return values, layers
+        return values, KINDS[slab.plan.dtype], layers

@@ -21,7 +21,7 @@ __all__ = ["HALF", "WORD", "StateSlab"]
 
 #: Bytes of the units that copies move: words where everything is of whole words, else halves.
 WORD, HALF = 8, 2
-_UNITS = {HALF: dtype("uint16"), 4: dtype("uint32"), WORD: dtype("uint64")}
+_UNITS = {1: dtype("uint8"), HALF: dtype("uint16"), 4: dtype("uint32"), WORD: dtype("uint64")}
 
 
 class StateSlab:

@@ -1,4 +1,4 @@
-"""What the lanes of a block share: `lanes_wait`, and memory that is near them on a GPU: `near_floats`, `near_integers`."""
+"""What the lanes of a block share: `lanes_wait`, and memory that is near them on a GPU: `near_floats` and its like."""
 
 from __future__ import annotations
 
@@ -8,10 +8,21 @@ from typing import Any
 from numba_kv.kernels.jit import primitive
 from numba_kv.kernels.numba_targets import cuda_device_function, cuda_module
 
-__all__ = ["NEAR_FLOATS", "NEAR_INTEGERS", "NEAR_LANES", "lanes_wait", "near_floats", "near_integers"]
+__all__ = [
+    "NEAR_FLOATS",
+    "NEAR_INTEGERS",
+    "NEAR_LANES",
+    "NEAR_TILE",
+    "lanes_wait",
+    "near_floats",
+    "near_integers",
+    "near_tile",
+]
 
 #: Elements of the memory that a block has to itself: 30 KiB, so that seven blocks share a multiprocessor.
 NEAR_FLOATS, NEAR_INTEGERS = 7168, 264
+#: Elements of a tile that a block has to itself instead: 32 KiB, so that six blocks share a multiprocessor.
+NEAR_TILE = 8192
 #: Lanes of a block whose kernel is compiled for this memory.
 NEAR_LANES = 128
 
@@ -82,6 +93,16 @@ def lanes_wait():
 @primitive(gpu=_gpu_floats)
 def near_floats(spare):
     """Return `NEAR_FLOATS` floats that the lanes share: the given array, on `cuda` shared memory."""
+    return spare
+
+
+def _gpu_tile(architecture: tuple[int, int]) -> Any:
+    return _near_array("float32", NEAR_TILE)
+
+
+@primitive(gpu=_gpu_tile)
+def near_tile(spare):
+    """Return `NEAR_TILE` floats that the lanes share: the given array, on `cuda` shared memory."""
     return spare
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from numba_kv.kernels.numba_targets import cuda_module
 
-__all__ = ["float_operation", "load_bytes", "narrow_elements", "store_bytes", "widen_elements"]
+__all__ = ["float_operation", "load_bytes", "narrow_elements", "round_elements", "store_bytes", "widen_elements"]
 
 _SIGN = 0x80000000
 #: What rounds two float32 to a pair of elements, the first operand to the upper one: text, result's letter and bits, NaN.
@@ -208,6 +208,32 @@ def narrow_elements(kind: str) -> Any:
         return types.uint64(*[types.float32] * 4), codegen
 
     return narrow_four
+
+
+def round_elements(kind: str) -> Any:
+    """Return ``four float32 -> the same, rounded to elements``; a NaN becomes some NaN."""
+    ir, types, intrinsic = _intrinsic()
+    result = types.UniTuple(types.float32, 4)
+
+    @intrinsic
+    def round_four(typingctx, a, b, c, d):
+        def codegen(context, builder, signature, arguments):
+            i32, f32 = ir.IntType(32), ir.FloatType()
+            pair = ir.FunctionType(i32, [f32, f32])
+            found: list[Any] = []
+            for low, high in (arguments[:2], arguments[2:]):
+                both = builder.asm(pair, _NARROW[kind][0], "=r,f,f", [high, low], False)
+                if kind == "bfloat16":
+                    parts = builder.shl(both, ir.Constant(i32, 16)), builder.and_(both, ir.Constant(i32, 0xFFFF0000))
+                    found += [builder.bitcast(part, f32) for part in parts]
+                else:
+                    halves = builder.bitcast(both, ir.VectorType(ir.HalfType(), 2))
+                    found += [builder.fpext(builder.extract_element(halves, ir.Constant(i32, i)), f32) for i in range(2)]
+            return context.make_tuple(builder, result, found)
+
+        return result(*[types.float32] * 4), codegen
+
+    return round_four
 
 
 def float_operation(name: str) -> Callable[..., Any]:

@@ -11,7 +11,7 @@ import math
 import numpy as np
 
 from numba_kv.kernels.bits import BFLOAT16, FLOAT8, FLOAT16, bits_of, float_of, from_float32, to_float32
-from numba_kv.kernels.gpu_intrinsics import float_operation, narrow_elements, widen_elements
+from numba_kv.kernels.gpu_intrinsics import float_operation, narrow_elements, round_elements, widen_elements
 from numba_kv.kernels.jit import primitive, routine
 
 __all__ = [
@@ -26,6 +26,8 @@ __all__ = [
     "inverse_root",
     "minus",
     "plus",
+    "rounded_bfloat16",
+    "rounded_float16",
     "scaled",
     "times",
 ]
@@ -117,6 +119,23 @@ def bfloat16_of(a, b, c, d):
 def float8_of(a, b, c, d, e, f, g, h):
     """Return the word of eight float32 as float8, saturated."""
     return _four(a, b, c, d, 8, FLOAT8) | _four(e, f, g, h, 8, FLOAT8) << np.uint64(32)
+
+
+@routine
+def _rounded(value, kind):
+    return float_of(to_float32(from_float32(bits_of(value), kind), kind))
+
+
+@primitive(gpu=lambda architecture: round_elements("float16"))
+def rounded_float16(a, b, c, d):
+    """Return four float32 as float16 keeps them; a NaN stays one, whatever its bits."""
+    return _rounded(a, FLOAT16), _rounded(b, FLOAT16), _rounded(c, FLOAT16), _rounded(d, FLOAT16)
+
+
+@primitive(gpu=lambda architecture: round_elements("bfloat16"))
+def rounded_bfloat16(a, b, c, d):
+    """Return four float32 as bfloat16 keeps them; a NaN stays one, whatever its bits."""
+    return _rounded(a, BFLOAT16), _rounded(b, BFLOAT16), _rounded(c, BFLOAT16), _rounded(d, BFLOAT16)
 
 
 @primitive(gpu=lambda architecture: float_operation("fmul_rn"))
