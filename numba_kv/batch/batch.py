@@ -162,7 +162,9 @@ class Batch(ReusingSequences):
         if self.reuse is not None and admitted:
             self._publish_due()
         with self.guard:
-            return self._make_change(self._plan_change(retired, admitted, adapters))
+            change = self._check_change(retired, admitted, adapters)
+            self._lease_change(change)
+            return self._make_change(change)
 
     def compact(self, order: Iterable[Sequence] | None = None) -> dict[Sequence, int]:
         """Move sequences to the lowest rows; no KV byte moves.

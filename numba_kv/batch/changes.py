@@ -50,10 +50,10 @@ class Change:
 class RowChanges(SequenceMoves):
     """Part of Batch: what `update` does."""
 
-    def _plan_change(
+    def _check_change(
         self, retired: list[Any], admitted: list[Any], adapters: Any, owners: Items[LoRAAdapter | None] | None = None
     ) -> Change:
-        """Return a change of composition, checked; with reuse, those that leave have left what they had.
+        """Return a change of composition, checked; adapters are held, all else is as it was.
 
         `owners` are adapters of sequences whose own model takes none, as that of a draft; their K and V depend on them.
         """
@@ -63,31 +63,45 @@ class RowChanges(SequenceMoves):
                 self._row_of(sequence, "retire")
             raise InputError("retire: a sequence is named twice")
         capacity, reuse = self.plan.config.max_kv_cache_capacity, self.reuse
+        read: list[Any] = []
         if reuse is None:
             prompts = [p if type(p) is int and 0 < p <= capacity else self._plain_length(p) for p in admitted]
         else:
+            self.stepper.check_can_change()
             read = [None if integer(p) is not None else reuse.read(p) for p in admitted]
             known = [p if item is None else item[1].num_tokens for p, item in zip(admitted, read, strict=True)]
             prompts = [prompt_length(p, capacity) for p in known]
         self._check_rows(len(prompts), len(leaving))
         held = None if adapters is None else self._adapters.hold(adapters, len(prompts))
         change = Change(retired, leaving, prompts, held)
-        if reuse is not None and (leaving or prompts):
-            try:
-                reuse.publishing.publish_last(retired)
-                change.admissions = reuse.admissions(read, owners or held or [None] * len(prompts))
-                change.leases = reuse.admission.lease(leaving, change.admissions)
-            except BaseException:
-                self._adapters.release(held or ())
-                raise
+        if reuse is not None:
+            change.admissions = reuse.admissions(read, owners or held or [None] * len(prompts))
         return change
 
-    def _drop_change(self, change: Change) -> None:
-        """Give back what a change holds."""
-        self._adapters.release(change.held or ())
+    def _lease_change(self, change: Change, most: Items[int | None] | None = None) -> None:
+        """Hold what those that join begin with, at most `most` tokens; those that leave have left what they had.
+
+        Of a batch without reuse: nothing.
+        """
+        reuse = self.reuse
+        if reuse is None or not (change.leaving or change.prompts):
+            return
+        admissions = change.admissions
+        if most is not None:
+            admissions = [a if a is None else a.capped(cap) for a, cap in zip(admissions, most, strict=True)]
+        try:
+            reuse.publishing.publish_last(change.retired)
+            change.leases = reuse.admission.lease(change.leaving, admissions)
+        except BaseException:
+            self._adapters.release(change.held or ())
+            raise
+
+    def _drop_leases(self, change: Change) -> None:
+        """Give back what those that join would have begun with."""
         for lease in change.leases:
             if lease is not None and lease.is_open:
                 lease.release()
+        change.leases = ()
 
     def _make_change(self, change: Change) -> list[Sequence]:
         """Do what a change says; return the sequences that joined."""
@@ -99,7 +113,8 @@ class RowChanges(SequenceMoves):
             if reuse is not None:
                 reuse.admission.fill(rows, change.leases)
         except BaseException:
-            self._drop_change(change)
+            self._adapters.release(change.held or ())
+            self._drop_leases(change)
             raise
         for sequence, row in zip(change.retired, change.leaving, strict=True):
             sequence.state = "retired"

@@ -47,6 +47,12 @@ class Admission:
     policy: PublishPolicy
     most: int | None = None
 
+    def capped(self, most: int | None) -> Admission:
+        """Return the same with at most so many tokens to reuse; None: as many as before."""
+        if most is None or (self.most is not None and self.most <= most):
+            return self
+        return replace(self, most=most)
+
 
 class PrefixAdmission:
     """Starts rows of a batch with what is kept. Owns nothing.

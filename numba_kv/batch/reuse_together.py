@@ -8,19 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence as Items
 from contextlib import ExitStack
-from dataclasses import replace
 from typing import Any
 
-from numba_kv.batch.arguments import integer, listed
+from numba_kv.batch.arguments import listed
 from numba_kv.batch.batch import Batch
 from numba_kv.batch.changes import Change
-from numba_kv.batch.prompt import Prompt
 from numba_kv.batch.sequence import Sequence
 from numba_kv.errors import InputError
 
 __all__ = ["update_together"]
 
-#: Times that the batches are asked before they begin with nothing.
+#: Times that the batches are asked; the last time for nothing.
 _ROUNDS = 6
 
 
@@ -64,7 +62,8 @@ def update_together(
     with ExitStack() as stack:
         for batch in batches:
             stack.enter_context(batch.guard)
-        changes = _agree(batches, retired, admitted, adapters)
+        changes = _checked(batches, retired, admitted, adapters)
+        _agree(batches, changes)
         made = [batch._make_change(change) for batch, change in zip(batches, changes, strict=True)]
     return list(zip(*made, strict=True))
 
@@ -81,44 +80,36 @@ def _check(batches: Items[Batch], retired: list[tuple[Any, ...]]) -> None:
         raise InputError(f"retire: {len(wrong)} sequences given together, {len(batches)} wanted, one of every batch")
 
 
-def _agree(
+def _checked(
     batches: Items[Batch], retired: list[tuple[Any, ...]], admitted: list[Any], adapters: Iterable[str | None] | None
 ) -> list[Change]:
-    """Return a change for each batch, all of which reuse equally much of each prompt.
-
-    Each round asks all for what the least of them had; that is seldom less again, and in the end nothing is reused.
-    """
-    names = None if adapters is None else listed("adapters", adapters)
-    most: list[int | None] = [None] * len(admitted)
-    for _ in range(_ROUNDS):
-        changes = _plan(batches, retired, [_capped(*pair) for pair in zip(admitted, most, strict=True)], names)
-        leases = zip(*(change.leases for change in changes), strict=True)
-        found = [{0 if lease is None else lease.plan.reused_tokens for lease in of_prompt} for of_prompt in leases]
-        if all(len(lengths) == 1 for lengths in found):
-            return changes
-        for batch, change in zip(batches, changes, strict=True):
-            batch._drop_change(change)
-        most = [min(lengths) for lengths in found]
-    return _plan(batches, retired, [_capped(prompt, 0) for prompt in admitted], names)
-
-
-def _plan(batches: Items[Batch], retired: list[tuple[Any, ...]], admitted: list[Any], names: list[Any] | None) -> list[Change]:
-    """Return a change for each batch; if one cannot be planned, none is."""
+    """Return the change of each batch, before anything is enqueued in one of them."""
     changes: list[Change] = []
     try:
         for i, batch in enumerate(batches):
             owners = changes[0].held if changes else None
             leaving = [group[i] for group in retired]
-            changes.append(batch._plan_change(leaving, admitted, None if i else names, owners))
+            changes.append(batch._check_change(leaving, admitted, None if i else adapters, owners))
     except BaseException:
-        for batch, change in zip(batches, changes, strict=False):
-            batch._drop_change(change)
+        if changes:
+            batches[0]._adapters.release(changes[0].held or ())
         raise
     return changes
 
 
-def _capped(prompt: Any, most: int | None) -> Any:
-    if most is None or integer(prompt) is not None:
-        return prompt
-    given = prompt if isinstance(prompt, Prompt) else Prompt(prompt)
-    return replace(given, most_reused=most if given.most_reused is None else min(most, given.most_reused))
+def _agree(batches: Items[Batch], changes: list[Change]) -> None:
+    """Lease equally much of each prompt in all batches.
+
+    Each round asks all for what the least of them had; that is seldom less again, and in the end nothing is reused.
+    """
+    most: list[int | None] = [None] * len(changes[0].prompts)
+    for left in reversed(range(_ROUNDS)):
+        for batch, change in zip(batches, changes, strict=True):
+            batch._lease_change(change, most)
+        leases = zip(*(change.leases for change in changes), strict=True)
+        found = [{0 if lease is None else lease.plan.reused_tokens for lease in of_prompt} for of_prompt in leases]
+        if all(len(lengths) == 1 for lengths in found):
+            return
+        for batch, change in zip(batches, changes, strict=True):
+            batch._drop_leases(change)
+        most = [min(lengths) if left > 1 else 0 for lengths in found]

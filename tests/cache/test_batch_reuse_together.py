@@ -177,7 +177,7 @@ def test_a_draft_depends_on_the_adapter_of_its_base() -> None:
 
 
 def test_what_cannot_be_done_together_is_refused_and_changes_nothing() -> None:
-    with opened_pair() as both:
+    with opened_pair(host_bytes=30_000) as both:
         (first,) = both.admit([list(range(20))])
         both.compute(first)
         free = [batch.free_rows for batch in both.batches]
@@ -186,6 +186,8 @@ def test_what_cannot_be_done_together_is_refused_and_changes_nothing() -> None:
                 update_together(both.batches, **wrong)
         with pytest.raises(kv.InputError, match="adapters: 'fr' given"):
             update_together(both.batches, admit=[[1]], adapters=["fr"])
+        with pytest.raises(kv.InputError, match="media"):  # of the draft, when the base could do it
+            update_together(both.batches, admit=[list(range(20)), kv.Prompt([1, 2], media=[kv.MediaSpan(0, 1, b"d" * 16)])])
         assert [batch.free_rows for batch in both.batches] == free
         for wrong in ((), (both.base.batch, both.base.batch), (both.base.batch, None)):
             with pytest.raises(kv.InputError, match="batches"):
