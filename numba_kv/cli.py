@@ -126,6 +126,8 @@ def _add_replay(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kv-pages", type=_integer(1), metavar="N", help=text)
     text = "with --reuse: snapshots of recurrent states (default: as many as rows)"
     parser.add_argument("--kept-states", type=_integer(1), metavar="N", help=text)
+    text = "with --reuse: page-locked memory for what the device has to give up (default: none)"
+    parser.add_argument("--host-memory", type=_size, default=0, metavar="SIZE", help=text)
     parser.add_argument("--skip-too-long", action="store_true", help="leave out requests that are longer than the capacity")
     parser.add_argument("--report", metavar="FILE.html", help="write figures and picture as one HTML file (needs matplotlib)")
     parser.add_argument("--picture", metavar="FILE.png", help="write pages over time as a picture (needs matplotlib)")
