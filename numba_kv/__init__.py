@@ -23,6 +23,7 @@ _MODULES = {
         "StepRope",
         "StepView",
         "SwappedSequence",
+        "update_together",
     ),
     "numba_kv.bindings": ("TensorMap", "bind"),
     "numba_kv.cache": (
@@ -127,6 +128,7 @@ if TYPE_CHECKING:  # the same table for type checkers and editors; a test compar
         StepRope as StepRope,
         StepView as StepView,
         SwappedSequence as SwappedSequence,
+        update_together as update_together,
     )
     from numba_kv.bindings import TensorMap as TensorMap, bind as bind
     from numba_kv.cache import (

@@ -126,6 +126,8 @@ def _add_replay(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kv-pages", type=_integer(1), metavar="N", help=text)
     text = "with --reuse: snapshots of recurrent states (default: as many as rows)"
     parser.add_argument("--kept-states", type=_integer(1), metavar="N", help=text)
+    text = "with --reuse: page-locked memory for what the device has to give up (default: none)"
+    parser.add_argument("--host-memory", type=_size, default=0, metavar="SIZE", help=text)
     text = "propose tokens with this model (as CONFIG) and verify them: rounds of random acceptance instead of single tokens"
     parser.add_argument("--draft", metavar="CONFIG", help=text)
     text = "with --draft: steps of the draft in a round (default 3)"

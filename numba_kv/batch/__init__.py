@@ -7,6 +7,7 @@ from numba_kv.batch.batch import Batch
 from numba_kv.batch.capture import CapturedStep
 from numba_kv.batch.captured_round import CapturedRound, RoundSteps
 from numba_kv.batch.prompt import Prompt
+from numba_kv.batch.reuse_together import update_together
 from numba_kv.batch.sequence import Sequence
 from numba_kv.batch.snapshot import KVSnapshot
 from numba_kv.batch.speculative import SpeculativeBatch
@@ -29,4 +30,5 @@ __all__ = [
     "StepRope",
     "StepView",
     "SwappedSequence",
+    "update_together",
 ]

@@ -19,7 +19,7 @@ from numba_kv.batch.permutation import fill_holes
 from numba_kv.batch.reuse_rewind import unshare
 from numba_kv.batch.reusing import ReusingSequences
 from numba_kv.batch.row_adapters import RowAdapters
-from numba_kv.batch.sequence import Sequence, rows_of, start_sequences
+from numba_kv.batch.sequence import Sequence
 from numba_kv.batch.state_rows import StateRows, check_state_rewind
 from numba_kv.batch.stats import BatchStats
 from numba_kv.batch.stepper import Stepper
@@ -159,46 +159,12 @@ class Batch(ReusingSequences):
         is brought to all rows together; see `admit`.
         """
         retired, admitted = listed("retire", retire), listed("admit", admit)
-        reuse = self.reuse
-        if reuse is not None and admitted:
+        if self.reuse is not None and admitted:
             self._publish_due()
         with self.guard:
-            leaving = rows_of(retired, self._sequences)
-            if leaving is None:
-                for sequence in retired:
-                    self._row_of(sequence, "retire")
-                raise InputError("retire: a sequence is named twice")
-            capacity = self.plan.config.max_kv_cache_capacity
-            if reuse is None:
-                prompts = [p if type(p) is int and 0 < p <= capacity else self._plain_length(p) for p in admitted]
-            else:
-                prompts, read = self._read_prompts(reuse, admitted)
-            self._check_rows(len(prompts), len(leaving))
-            held = None if adapters is None else self._adapters.hold(adapters, len(prompts))
-            if not leaving and not prompts:
-                return []
-            first, active = self.stepper.ledger.admitted + 1, self._sequences
-            try:
-                if reuse is None:
-                    rows = self.stepper.update(leaving, prompts)
-                else:
-                    reuse.publishing.publish_last(retired)
-                    rows, contexts = reuse.change(leaving, prompts, read, held or [None] * len(prompts))
-            except BaseException:
-                self._adapters.release(held or ())
-                raise
-            for sequence, row in zip(retired, leaving, strict=True):
-                sequence.state = "retired"
-                del active[row]
-            made = start_sequences(self, active, rows, prompts, first)
-            if reuse is not None:
-                self._note_contexts(reuse, retired, made, contexts)
-            if held is not None:
-                self._adapters.start(made, held)
-            if self._adapters.in_use:
-                self._adapters.end(retired)
-                self._adapters.follow(active)
-            return made
+            change = self._check_change(retired, admitted, adapters)
+            self._lease_change(change)
+            return self._make_change(change)
 
     def compact(self, order: Iterable[Sequence] | None = None) -> dict[Sequence, int]:
         """Move sequences to the lowest rows; no KV byte moves.

@@ -13,7 +13,7 @@ from numba_kv.batch.kept_host import state_slots
 from numba_kv.cache.host_pages import HostPages, HostRooms
 from numba_kv.config.state_layout import slot_nbytes
 from numba_kv.context.prefix_file import PrefixFile, read_prefixes, write_prefixes
-from numba_kv.ledger.reuse.cargo import Cargo, Pair, stow
+from numba_kv.ledger.reuse.cargo import Cargo, Moved, settled, stow
 from numba_kv.ledger.reuse.groups import SNAPSHOTS
 from numba_kv.ledger.reuse.host_picture import HOST
 from numba_kv.ledger.reuse.prefix_image import gather
@@ -76,16 +76,17 @@ class KeptFiles:
         lower = self._cache.store.lower
         stores = [self._cache.store, *([] if lower is None else [lower.store])]
         image, pairs = gather(self._cache.groups, stores)
+        none = np.zeros((0, 2), np.int32)
         found = {line: np.zeros((0, nbytes), np.uint8) for line, nbytes in self._sizes.items()}
         for line, nbytes in self._sizes.items():
-            mine = np.array([(code, row) for at, code, row in pairs if at == line], np.int64).reshape(-1, 2)
+            mine = pairs.get(line, none)
             rows = found[line] = np.empty((len(mine), nbytes), np.uint8)
             there = mine[:, 0] >= HOST
             if host is not None and there.any():
-                rows[mine[there, 1]] = host.read(line, (mine[there, 0] - HOST).astype(np.int32))
+                rows[mine[there, 1]] = host.read(line, mine[there, 0] - np.int32(HOST))
             for pages, part, slots in self._staged(line, len(mine) - int(there.sum())):
                 ids, at = mine[~there][part].T
-                pages.move(line, np.stack([ids, slots], axis=1).astype(np.int32), out=True)
+                pages.move(line, np.stack([ids, slots], axis=1), out=True)
                 rows[at] = pages.read(line, slots)
         return PrefixFile(image, found)
 
@@ -111,14 +112,12 @@ class KeptFiles:
         """
         self._stepper.start_copies()
         store = self._cache.store if host is None or self._cache.store.lower is None else self._cache.store.lower.store
-        pairs: list[Pair] = []
+        moved: list[Moved] = []
         for cargo in found.image.cargoes():
             fitting = cargo if host is not None else self._fitting(cargo)
             if fitting is not None:
-                pairs += stow(store, fitting, self._cache.limits.max_blocks)
-        placed = {(line, there): row for line, row, there in pairs}  # one that went again was followed by another
-        for line in self._sizes:
-            mine = np.array([(row, there) for (at, there), row in placed.items() if at == line], np.int32).reshape(-1, 2)
+                moved += stow(store, fitting, self._cache.limits.max_blocks)
+        for line, mine in settled(moved).items():
             if host is not None and len(mine):
                 host.write(line, mine[:, 1], found.rows[line][mine[:, 0]])
                 continue

@@ -31,6 +31,8 @@ class Prompt:
         Which of several rotary tables its positions are turned by.
     media : iterable of MediaSpan
         Items that tokens of the prompt stand for.
+    most_reused : int or None
+        Most of its first tokens that are reused; None: as many as are kept.
     """
 
     tokens: Any
@@ -38,6 +40,7 @@ class Prompt:
     salt: bytes | None = None
     rope: bytes | None = None
     media: Iterable[MediaSpan] = ()
+    most_reused: int | None = None
 
     def check_plain(self) -> None:
         """Check that it says no more than its tokens.

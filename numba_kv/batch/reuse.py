@@ -13,15 +13,17 @@ from typing import TYPE_CHECKING, Any
 from numba_kv.batch.kept_files import KeptFiles
 from numba_kv.batch.kept_host import open_host
 from numba_kv.batch.kept_states import KeptStates
+from numba_kv.batch.look_ahead import LookAhead
 from numba_kv.batch.prompt import Prompt
 from numba_kv.batch.reuse_admission import Admission, PrefixAdmission
+from numba_kv.batch.reuse_context import SequenceContext
 from numba_kv.batch.reuse_contexts import SequenceContexts
 from numba_kv.batch.reuse_limits import has_variants
 from numba_kv.batch.reuse_publishing import PrefixPublishing
 from numba_kv.context.engine_identity import engine_identity, row_identity
 from numba_kv.errors import InputError
+from numba_kv.geometry import check_count
 from numba_kv.kernels.block_names import with_compiled_chain
-from numba_kv.ledger.reuse.content import TokenContent
 from numba_kv.ledger.reuse.eviction import Wanted
 from numba_kv.ledger.reuse.groups import reuse_groups
 from numba_kv.ledger.reuse.policy import PublishPolicy
@@ -29,13 +31,14 @@ from numba_kv.ledger.reuse.prefix_cache import PrefixCache
 
 if TYPE_CHECKING:
     from numba_kv.batch.placement import RowPlacement
-    from numba_kv.batch.reuse_context import SequenceContext
     from numba_kv.batch.stepper import Stepper
     from numba_kv.cache.host_pages import HostPages
     from numba_kv.cache.kv_cache import KVCacheManager
     from numba_kv.context.options import ReuseOptions
     from numba_kv.device import Memory
+    from numba_kv.ledger.reuse.content import TokenContent
     from numba_kv.ledger.reuse.events import ReuseFigures
+    from numba_kv.ledger.reuse.lease import Lease
     from numba_kv.weights.lora_slots import LoRAAdapter
 
 __all__ = ["BatchReuse"]
@@ -54,6 +57,10 @@ class BatchReuse:
         What is known of the batch's sequences.
     publishing : PrefixPublishing
         Makes what rows hold kept.
+    admission : PrefixAdmission
+        Makes what is kept the beginning of rows.
+    ahead : LookAhead
+        What K and V of a position are computed of.
     host : HostPages or None
         Host memory for what the device gives up.
     """
@@ -88,9 +95,10 @@ class BatchReuse:
             self.host = open_host(self.cache, options, stepper, pools, kept_states)
         self._has_digest = bool(options.weights)
         self._files = KeptFiles(self.cache, self._engine, stepper, pools, kept_states)
-        self.contexts = SequenceContexts(ledger, self._page)
+        self.ahead = LookAhead(self._page, options.future_tokens)
+        self.contexts = SequenceContexts(ledger, self._page, options.future_tokens)
         self.publishing = PrefixPublishing(self.cache, stepper, placement, self.contexts, states)
-        self._admission = PrefixAdmission(self.cache, stepper, placement, states)
+        self.admission = PrefixAdmission(self.cache, stepper, placement, states)
         placement.copies.prepare()
         ledger.kept = self if groups.has_full else None
 
@@ -149,7 +157,7 @@ class BatchReuse:
     # -- admission -----------------------------------------------------------------------------------------------------
 
     def read(self, prompt: Any) -> tuple[Prompt, TokenContent]:
-        """Return a prompt of token ids, and its tokens.
+        """Return a prompt of token ids, and what its K and V are computed of: its tokens, or those they look ahead at.
 
         Raises
         ------
@@ -161,7 +169,9 @@ class BatchReuse:
         policy = self.policy if given.policy is None else given.policy
         if not isinstance(policy, PublishPolicy):
             raise InputError(f"policy: {policy!r} is not a PublishPolicy")
-        content = TokenContent(self._page, given.tokens, given.media)
+        if given.most_reused is not None:
+            check_count("most_reused", given.most_reused, 0)
+        content = self.ahead.content(given.tokens, given.media)
         row_identity(self._engine, salt=given.salt, rope=given.rope)  # raises if they are no bytes
         if self._has_variants and given.rope is None and (policy.reuse or policy.publish != "none"):
             raise InputError(
@@ -170,28 +180,33 @@ class BatchReuse:
             )
         return given, content
 
-    def change(
-        self,
-        leaving: list[int],
-        prompts: list[int],
-        read: Items[tuple[Prompt, TokenContent] | None],
-        adapters: Items[LoRAAdapter | None],
-    ) -> tuple[list[int], list[SequenceContext | None]]:
-        """Empty rows and start sequences with what is kept of their beginnings; see `PrefixAdmission.change`.
+    def admissions(
+        self, read: Items[tuple[Prompt, TokenContent] | None], adapters: Items[LoRAAdapter | None]
+    ) -> list[Admission | None]:
+        """Return what joins.
 
         Parameters
         ----------
         read : sequence of (Prompt, TokenContent) or None
-            Of `read`, one for each of `prompts`; None: only its length is known.
+            Of `read`; None: only a length is known.
         adapters : sequence of LoRAAdapter or None
             That each computes with.
         """
-        admissions: list[Admission | None] = []
+        found: list[Admission | None] = []
         for pair, adapter in zip(read, adapters, strict=True):
             if pair is None:
-                admissions.append(None)
+                found.append(None)
                 continue
             prompt, content = pair
             identity = row_identity(self._engine, adapter=adapter, salt=prompt.salt, rope=prompt.rope)
-            admissions.append(Admission(identity, content, self.policy if prompt.policy is None else prompt.policy))
-        return self._admission.change(leaving, prompts, admissions)
+            identity = self.ahead.identity(identity, prompt.tokens)
+            policy = self.policy if prompt.policy is None else prompt.policy
+            found.append(Admission(identity, content, policy, prompt.most_reused))
+        return found
+
+    def context(self, admission: Admission, lease: Lease) -> SequenceContext:
+        """Return what is known of a sequence that was admitted."""
+        plan, content = lease.plan, self.ahead.known(admission.content)
+        published = plan.reused_tokens // self._page * self._page
+        prompt = admission.content.num_tokens - self.ahead.tokens
+        return SequenceContext(admission.identity, content, admission.policy, prompt, plan.matched_tokens, published)

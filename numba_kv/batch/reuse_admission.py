@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from numba_kv.batch.reuse_context import SequenceContext
 from numba_kv.errors import CapacityError
 from numba_kv.ledger.leases import plan_room
+from numba_kv.ledger.reuse.content import MediaSpan, TokenContent
 from numba_kv.ledger.sharing import freed_pages
 
 if TYPE_CHECKING:
@@ -19,22 +19,39 @@ if TYPE_CHECKING:
     from numba_kv.batch.kept_states import KeptStates
     from numba_kv.batch.placement import RowPlacement
     from numba_kv.batch.stepper import Stepper
-    from numba_kv.ledger.reuse.content import TokenContent
     from numba_kv.ledger.reuse.identity import ContextIdentity
     from numba_kv.ledger.reuse.lease import Lease
     from numba_kv.ledger.reuse.policy import PublishPolicy
     from numba_kv.ledger.reuse.prefix_cache import PrefixCache
+    from numba_kv.ledger.reuse.reuse_plan import ReusePlan
 
 __all__ = ["Admission", "PrefixAdmission"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Admission:
-    """A sequence that is admitted by its tokens."""
+    """A sequence that is admitted by its tokens.
+
+    Attributes
+    ----------
+    identity, content : ContextIdentity, TokenContent
+        What it is.
+    policy : PublishPolicy
+        What it reuses and leaves behind.
+    most : int or None
+        Most tokens that it may reuse.
+    """
 
     identity: ContextIdentity
     content: TokenContent
     policy: PublishPolicy
+    most: int | None = None
+
+    def capped(self, most: int | None) -> Admission:
+        """Return the same with at most so many tokens to reuse; None: as many as before."""
+        if most is None or (self.most is not None and self.most <= most):
+            return self
+        return replace(self, most=most)
 
 
 class PrefixAdmission:
@@ -58,51 +75,23 @@ class PrefixAdmission:
         self._page = stepper.plan.config.page_tokens
         self._has_points = bool(cache.groups.windows) or cache.groups.is_recurrent
 
-    def change(
-        self, leaving: list[int], prompts: list[int], admissions: Sequence[Admission | None]
-    ) -> tuple[list[int], list[SequenceContext | None]]:
-        """Empty rows and start sequences with what is kept of their beginnings; return their rows and contexts.
+    def lease(self, leaving: list[int], admissions: Sequence[Admission | None]) -> list[Lease | None]:
+        """Return a lease of the longest prefix for which there is room, for each admission in turn; all or none.
 
-        Pages that are only wanted by later steps are leased by these. A page for the beginning of a partly used page is taken
+        Pages that only later steps want are leased by these. For the beginning of a partly used page a page is promised
         now; where there is none, that part is computed anew.
 
         Parameters
         ----------
         leaving : list of int
-            Rows that become empty, and may be taken again.
-        prompts : list of int
-            Tokens of each prompt.
+            Rows that become empty before the leases are used.
         admissions : sequence of Admission or None
-            What each is; None: nobody knows, so nothing is reused for it.
+            What joins; None: nobody knows, so nothing is reused for it.
 
-        Stream: as `Stepper.update`, and for all that reuse anything together: one copy and one kernel for lengths, and for each
-        block of page ids; with parts of pages or windows one copy and one kernel for each slab; two kernels for each snapshot.
+        Stream: enqueues copies of what goes to the host, and comes from there.
         """
-        stepper = self._stepper
-        stepper.begin()
-        stepper.check_can_change()
-        leases = self._lease_all(leaving, admissions)
-        try:
-            rows = stepper.update(leaving, prompts)
-            self._fill([(row, lease) for row, lease in zip(rows, leases, strict=True) if lease is not None])
-        except BaseException:
-            for lease in leases:
-                if lease is not None and lease.is_open:
-                    lease.release()
-            raise
-        return rows, [self._context(*pair) for pair in zip(admissions, leases, strict=True)]
-
-    def _context(self, admission: Admission | None, lease: Lease | None) -> SequenceContext | None:
-        if admission is None or lease is None:
-            return None
-        content, plan = admission.content, lease.plan
-        published = plan.reused_tokens // self._page * self._page
-        return SequenceContext(
-            admission.identity, content, admission.policy, content.num_tokens, plan.matched_tokens, published
-        )
-
-    def _lease_all(self, leaving: list[int], admissions: Sequence[Admission | None]) -> list[Lease | None]:
-        """Return a lease of the longest prefix for which there is room, for each admission in turn."""
+        self._stepper.begin()
+        self._stepper.check_can_change()
         leases: list[Lease | None] = []
         promised = 0  # free pages that earlier leases are going to take
         try:
@@ -116,13 +105,28 @@ class PrefixAdmission:
             raise
         return leases
 
+    def find(self, admission: Admission) -> ReusePlan:
+        """Return what an admission can reuse. Changes nothing."""
+        content, policy, most = admission.content, admission.policy, admission.most
+        if most is None or most >= content.num_tokens - 1:
+            return self._cache.lookup(admission.identity, content, reuse=policy.reuse)
+        plan = self._cache.lookup(admission.identity, _first(content, most + 1), reuse=policy.reuse and most > 0)
+        path = self._cache.store.tree.match(admission.identity, content)
+        matched = path.blocks * self._page + path.partial_tokens if policy.reuse else 0
+        return replace(plan, num_tokens=content.num_tokens, matched_tokens=matched)
+
+    def bring_back(self, admission: Admission, spare: int = 0) -> None:
+        """Bring what an admission can reuse of the host to the device; `spare` pages stay free."""
+        content, most = admission.content, admission.most
+        if admission.policy.reuse and most != 0:
+            wanted = content if most is None or most >= content.num_tokens - 1 else _first(content, most + 1)
+            self._cache.bring_back(admission.identity, wanted, priority=admission.policy.priority, spare=spare)
+
     def _lease(self, leaving: list[int], admission: Admission, promised: int) -> Lease:
         cache, ledger, policy = self._cache, self._stepper.ledger, admission.policy
         free_later = freed_pages(ledger, leaving) if leaving else 0
-        if policy.reuse:
-            spare = max(0, promised - free_later)
-            cache.bring_back(admission.identity, admission.content, priority=policy.priority, spare=spare)
-        plan = cache.lookup(admission.identity, admission.content, reuse=policy.reuse)
+        self.bring_back(admission, max(0, promised - free_later))
+        plan = self.find(admission)
         fresh = promised + 1 if plan.partial_page >= 0 else 0
         wanted = replace(plan, fresh_pages=max(0, fresh - free_later))
         try:
@@ -134,7 +138,7 @@ class PrefixAdmission:
         except CapacityError:
             cache.figures.cold_retries += 1
             if self._has_points:  # windows and states are those of this length
-                less = replace(cache.lookup(admission.identity, admission.content, reuse=False), fresh_pages=0)
+                less = replace(self.find(replace(admission, most=0)), fresh_pages=0)
             else:
                 less = replace(wanted, partial_page=-1, fresh_pages=0, reused_tokens=len(plan.pages) * self._page)
             return cache.acquire(less, priority=policy.priority)
@@ -142,8 +146,13 @@ class PrefixAdmission:
             self._stepper.move_pages(leases)
         return cache.acquire(wanted, priority=policy.priority)
 
-    def _fill(self, made: list[tuple[int, Lease]]) -> None:
-        """Make fresh rows what the plans of their leases say."""
+    def fill(self, rows: list[int], leases: Sequence[Lease | None]) -> None:
+        """Make fresh rows what the plans of their leases say.
+
+        Stream: for all that reuse anything together one copy and one kernel for lengths, and for each block of page ids; with
+        parts of pages or windows one copy and one kernel for each slab; two kernels for each snapshot.
+        """
+        made = [(row, lease) for row, lease in zip(rows, leases, strict=True) if lease is not None]
         hits = [(row, lease.plan) for row, lease in made if lease.plan.is_hit]
         ledger, placement = self._stepper.ledger, self._placement
         maps: dict[int, tuple[int, NDArray[np.int32]]] = {}
@@ -178,3 +187,11 @@ class PrefixAdmission:
         for _, lease in made:
             lease.copied()
             lease.handed_over()
+
+
+def _first(content: TokenContent, tokens: int) -> TokenContent:
+    """Return the first tokens of a content; an item that is cut is as long as what is left of it."""
+    media = [span for span in content.media if span.start < tokens]
+    if media and media[-1].stop > tokens:
+        media[-1] = MediaSpan(media[-1].start, tokens - media[-1].start, media[-1].digest)
+    return TokenContent(content.page_tokens, content.tokens[:tokens], media)

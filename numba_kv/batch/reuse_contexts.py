@@ -27,10 +27,11 @@ class SequenceContexts:
         Those that may have something to publish at the next call.
     """
 
-    def __init__(self, ledger: RowLedger, page_tokens: int) -> None:
+    def __init__(self, ledger: RowLedger, page_tokens: int, future_tokens: int = 0) -> None:
         self.due: set[Sequence] = set()
         self._ledger = ledger
         self._page = page_tokens
+        self._ahead = future_tokens  # contents are of the tokens behind: see `LookAhead`
         self._contexts: dict[Any, SequenceContext] = {}
 
     def __contains__(self, sequence: object) -> bool:
@@ -48,7 +49,7 @@ class SequenceContexts:
     def known_tokens(self, sequence: Sequence) -> int:
         """Return how many first tokens of a sequence are known."""
         context = self._contexts.get(sequence)
-        return 0 if context is None else context.content.num_tokens
+        return 0 if context is None else context.content.num_tokens + self._ahead
 
     def extend(self, sequence: Sequence, tokens: Any, media: Iterable[MediaSpan]) -> None:
         """Note which tokens follow those that are known.
@@ -70,7 +71,7 @@ class SequenceContexts:
         context = self._contexts.get(sequence)
         if context is None or not count:
             return count
-        args = (context.prompt_tokens, length, length + count, context.matched_tokens, self._page)
+        args = (context.prompt_tokens + self._ahead, length, length + count, context.matched_tokens, self._page)
         return context.policy.chunk_end(*args) - length
 
     def shortened(self, lengths: Mapping[Sequence, int]) -> None:
@@ -78,7 +79,7 @@ class SequenceContexts:
         for sequence, length in lengths.items():
             context = self._contexts.get(sequence)
             if context is not None:
-                context.truncate(length)
+                context.truncate(max(0, length - self._ahead))
 
     def taken_back(self, back: NDArray[Any]) -> None:
         """Note that the device may take back up to so many tokens of each row, int64 [B], but none below its floor."""
@@ -86,7 +87,7 @@ class SequenceContexts:
         for sequence, context in self._contexts.items():
             row = getattr(sequence, "row", None)  # a swapped sequence has none
             if row is not None and back[row]:
-                context.truncate(max(int(ledger.lo[row] - back[row]), int(ledger.floor[row])))
+                context.truncate(max(int(ledger.lo[row] - back[row]), int(ledger.floor[row]), self._ahead) - self._ahead)
 
     def inherit(self, parents: Mapping[Sequence, Any]) -> None:
         """Note that sequences have the tokens of others, as these were before."""

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 __all__ = ["check_reuse", "has_variants"]
 
 
-def check_reuse(plan: MemoryPlan, index: int, scrub: str) -> None:
+def check_reuse(plan: MemoryPlan, index: int, scrub: str, future_tokens: int) -> None:
     """Refuse what context reuse cannot do.
 
     Raises
@@ -22,9 +22,10 @@ def check_reuse(plan: MemoryPlan, index: int, scrub: str) -> None:
     ConfigError
         Naming it.
     """
-    if index:
-        raise ConfigError(f"reuse: model {index} is a draft; reuse is for the base model, index 0")
     config = plan.config
+    if future_tokens and (not index or config.num_recurrent_layers):
+        what = f"model {index} has recurrent layers" if index else "model 0 is the base"
+        raise ConfigError(f"future_tokens: {future_tokens}, but {what}; only a draft of attention layers looks ahead")
     if len(plan.groups) > 1 and not config.kept_window_pages:
         raise ConfigError(
             "kept_window_pages: 0, but the model has windows, and what is reused of them is a copy; make the configuration "

@@ -7,24 +7,23 @@ from abc import abstractmethod
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from numba_kv.batch.arguments import at_least_one, integer, one_prompt, prompt_length
+from numba_kv.batch.arguments import at_least_one, one_prompt
+from numba_kv.batch.changes import RowChanges
 from numba_kv.batch.prompt import Prompt
 from numba_kv.batch.reuse import BatchReuse
 from numba_kv.batch.reuse_limits import check_reuse
 from numba_kv.batch.sequence import Sequence
-from numba_kv.batch.sequence_moves import SequenceMoves
 from numba_kv.context.options import ReuseOptions
 from numba_kv.errors import InputError
 
 if TYPE_CHECKING:
-    from numba_kv.batch.reuse_context import SequenceContext
-    from numba_kv.ledger.reuse.content import MediaSpan, TokenContent
+    from numba_kv.ledger.reuse.content import MediaSpan
     from numba_kv.ledger.reuse.policy import PublishPolicy
 
 __all__ = ["ReusingSequences"]
 
 
-class ReusingSequences(SequenceMoves):
+class ReusingSequences(RowChanges):
     """Part of Batch: admit a sequence with what is kept of its beginning, and say what it leaves behind."""
 
     @abstractmethod
@@ -43,6 +42,7 @@ class ReusingSequences(SequenceMoves):
         salt: bytes | None = None,
         rope: bytes | None = None,
         media: Iterable[MediaSpan] = (),
+        most_reused: int | None = None,
     ) -> Sequence:
         """Give a new sequence a row.
 
@@ -67,6 +67,8 @@ class ReusingSequences(SequenceMoves):
             different ones.
         media : iterable of MediaSpan
             Items that tokens of the prompt stand for.
+        most_reused : int, optional
+            Most of its tokens that are reused.
 
         Raises
         ------
@@ -80,7 +82,7 @@ class ReusingSequences(SequenceMoves):
         page ids, and one copy and one kernel for each slab if the last page is used in part.
         """
         given = one_prompt(tokens, num_tokens)
-        prompt = Prompt(given, policy, salt, rope, media)
+        prompt = Prompt(given, policy, salt, rope, media, most_reused)
         if tokens is None or self.reuse is None:
             prompt.check_plain()
         adapters = None if adapter is None else [adapter]
@@ -201,7 +203,7 @@ class ReusingSequences(SequenceMoves):
         if options is not None:
             if not isinstance(options, ReuseOptions):
                 raise InputError(f"reuse: {options!r} is not a ReuseOptions")
-            check_reuse(self.plan, index, scrub)
+            check_reuse(self.plan, index, scrub, options.future_tokens)
             caches = self.resources.cache_managers[index]
             self.reuse = BatchReuse(options, self.stepper, self._placement, caches.kv_cache, caches.kept_states)
             self.stepper.taken_back = self.reuse.contexts.taken_back
@@ -216,32 +218,6 @@ class ReusingSequences(SequenceMoves):
         if self.reuse is not None and self.reuse.contexts.due:
             with self.guard:
                 self.reuse.publishing.publish_due()
-
-    def _plain_length(self, prompt: Any) -> int:
-        """Return the tokens of a prompt of which nothing is reused, checked."""
-        if isinstance(prompt, Prompt):
-            prompt.check_plain()
-            prompt = prompt.tokens
-        return prompt_length(prompt, self.plan.config.max_kv_cache_capacity)
-
-    def _read_prompts(
-        self, reuse: BatchReuse, admitted: list[Any]
-    ) -> tuple[list[int], list[tuple[Prompt, TokenContent] | None]]:
-        """Return the tokens of prompts, and what `BatchReuse.read` says of those that are more than a count, all checked."""
-        capacity = self.plan.config.max_kv_cache_capacity
-        read = [None if integer(prompt) is not None else reuse.read(prompt) for prompt in admitted]
-        known = [prompt if item is None else item[1].num_tokens for prompt, item in zip(admitted, read, strict=True)]
-        return [prompt_length(prompt, capacity) for prompt in known], read
-
-    def _note_contexts(
-        self, reuse: BatchReuse, retired: list[Sequence], made: list[Sequence], contexts: list[SequenceContext | None]
-    ) -> None:
-        """Note what is known of sequences that were just admitted, and that others have left."""
-        reuse.contexts.end(retired)
-        for sequence, context in zip(made, contexts, strict=True):
-            if context is not None:
-                sequence.reused_tokens = int(self.stepper.ledger.lo[sequence.row])
-                reuse.contexts.start(sequence, context)
 
     def _reuse_of(self, call: str) -> BatchReuse:
         if self.reuse is None:

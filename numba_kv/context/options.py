@@ -32,6 +32,10 @@ class ReuseOptions:
         Names blocks, for events; None: they have no names.
     on_event : callable or None
         Is told of blocks that come and go.
+    future_tokens : int
+        For a batch of a draft: tokens behind a position that its K and V depend on, 1 for EAGLE and MTP heads, whose input at a
+        position is the next token. The last token that is known leaves nothing to reuse then. `weights` has to tell the base's
+        weights too.
     host_bytes : int
         Page-locked memory of the host for what the device has to give up, divided among pages, window copies and snapshots as
         the device's room is; 0: none, it is lost. Taken when the batch is made.
@@ -43,6 +47,7 @@ class ReuseOptions:
     scales: bytes | None = None
     naming: BlockHash | None = None
     on_event: Callable[[BlockEvent], None] | None = None
+    future_tokens: int = 0
     host_bytes: int = 0
 
     def __post_init__(self) -> None:
@@ -52,3 +57,5 @@ class ReuseOptions:
                 raise InputError(f"{name}: {value!r} is not a {kind.__name__}")
         if not isinstance(self.host_bytes, int) or isinstance(self.host_bytes, bool) or self.host_bytes < 0:
             raise InputError(f"host_bytes: {self.host_bytes!r} is not a number of bytes, an integer from 0 on")
+        if self.future_tokens not in (0, 1) or isinstance(self.future_tokens, bool):
+            raise InputError(f"future_tokens: {self.future_tokens!r} is not 0 or 1")

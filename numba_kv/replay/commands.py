@@ -120,7 +120,7 @@ def _replay(args: Namespace) -> None:
         options=ReplayOptions(
             chunk=args.chunk,
             audit_every=args.audit_every,
-            reuse=ReplayReuse(every_tokens=args.reuse_every) if args.reuse else None,
+            reuse=ReplayReuse(every_tokens=args.reuse_every, host_bytes=args.host_memory) if args.reuse else None,
             speculation=ReplaySpeculation(acceptance=args.acceptance) if deployment is not None else None,
         ),
         notes=tuple(merged_windows(args, config)),

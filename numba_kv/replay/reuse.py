@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from numba_kv.batch import Batch, Sequence
+    from numba_kv.ledger.reuse.store import KeptStore
     from numba_kv.replay.schedule import SchedulerOptions
 
 __all__ = ["HASH_BLOCK_TOKENS", "ReplayReuse", "ReusingScheduler", "TracePolicy", "check_hash_ids", "prompt_of", "reuse_json"]
@@ -42,10 +43,13 @@ class ReplayReuse:
         Window pages and states are kept after so many tokens of a prompt, beside its end and branches; 0: only there.
     max_blocks : int or None
         Most pages of the full group that are kept; None: as many as there is room for.
+    host_bytes : int
+        Page-locked memory for what the device gives up.
     """
 
     every_tokens: int = 8192
     max_blocks: int | None = None
+    host_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,9 +60,7 @@ class TracePolicy(PublishPolicy):
     the prompt up to 511 tokens before its end, where a window behind the end does not reach.
     """
 
-    def points(
-        self, prompt_tokens: int, start: int, stop: int, matched_tokens: int, page_tokens: int
-    ) -> tuple[int, ...]:
+    def points(self, prompt_tokens: int, start: int, stop: int, matched_tokens: int, page_tokens: int) -> tuple[int, ...]:
         """Return the points in (start, stop], rising; see `PublishPolicy.points`."""
         found = set(PublishPolicy.points(self, prompt_tokens, start, stop, matched_tokens, page_tokens))
         last = prompt_tokens // HASH_BLOCK_TOKENS * HASH_BLOCK_TOKENS
@@ -145,4 +147,27 @@ def reuse_json(batch: Batch) -> dict[str, Any]:
             "snapshots": figures.skipped_snapshots,
         },
         "copied_pages": batch.stats.copied_pages,
+        **({} if kept.lower is None else {"host": _host_json(batch, kept.lower.store)}),
+    }
+
+
+def _host_json(batch: Batch, kept: KeptStore) -> dict[str, Any]:
+    if batch.reuse is None:
+        return {}
+    figures, stats = batch.reuse.figures, batch.stats
+    return {
+        "hits": figures.host_hits,
+        "reused_tokens": figures.host_tokens,
+        "kept_pages": 0 if kept.full is None else kept.full.num_kept,
+        "kept_window_pages": [pool.num_kept for pool in kept.windows],
+        "kept_states": kept.snapshots.num_kept,
+        "moved": {
+            "pages_out": figures.pages_to_host,
+            "pages_in": figures.pages_to_device,
+            "states_out": figures.states_to_host,
+            "states_in": figures.states_to_device,
+            "bytes_out": stats.kept_out_bytes,
+            "bytes_in": stats.kept_in_bytes,
+        },
+        "evicted_blocks": kept.figures.evicted_blocks,
     }

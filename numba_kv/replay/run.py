@@ -119,7 +119,7 @@ def _batch_options(reuse: ReplayReuse, trace: Trace, page_tokens: int) -> ReuseO
 
     check_hash_ids(trace)
     policy = TracePolicy(every_blocks=ceil_div(reuse.every_tokens, page_tokens))
-    return ReuseOptions(policy=policy, limits=CacheLimits(max_blocks=reuse.max_blocks))
+    return ReuseOptions(policy=policy, limits=CacheLimits(max_blocks=reuse.max_blocks), host_bytes=reuse.host_bytes)
 
 
 class _Run:

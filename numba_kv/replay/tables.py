@@ -148,6 +148,10 @@ def figure_rows(figures: ReplayFigures) -> list[tuple[str, str]]:
         rows.append(("reused", f"{r['reused_tokens']:,} of {r['looked_up_tokens']:,} prompt tokens ({r['hit_rate']:.1%})"))
         gone = r["evictions"]
         rows.append(("evicted", f"{gone['blocks']:,} pages, {gone['copies']:,} copies, {gone['snapshots']:,} states"))
+        if "host" in r:
+            host, moved = r["host"], r["host"]["moved"]
+            sizes = f"{format_bytes(moved['bytes_out'])} out, {format_bytes(moved['bytes_in'])} back"
+            rows.append(("reused from the host", f"{host['reused_tokens']:,} tokens; {sizes}"))
     if f.host_steady.count:
         rows.append(("of a steady step", _latency(f.host_steady)))
     rows.append(("wall time", f"{f.wall_s:.1f} s"))

@@ -37,8 +37,9 @@ def uploaded(io: KVIO, values: np.ndarray) -> Tensor:
 class KVModel:
     """Writes random K and V of all layers in every step, and checks that each sequence still reads its own."""
 
-    def __init__(self, batch: kv.Batch, io: KVIO, kind: str = "float32") -> None:
+    def __init__(self, batch: kv.Batch, io: KVIO, kind: str = "float32", index: int = 0) -> None:
         self.batch, self.io, self.kind = batch, io, kind
+        self.caches = batch.resources.cache_managers[index]
         self.random = np.random.default_rng(5)
         config = batch.plan.config  # layers are decoder layers
         places = enumerate(config.attention_indices)
@@ -56,7 +57,7 @@ class KVModel:
         """Write K and V of a step in which sequences appended so many tokens."""
         starts = view.cu_seqlens_q.to_host()
         for layer in self.layers:
-            storage = self.io._caches.storage(layer)
+            storage = self.caches.storage(layer)
             shape = (view.num_tokens, storage.num_kv_heads, storage.head_dim)
             k, v = (numbers(self.random, shape, self.kind) for _ in range(2))
             self.io.write(layer, uploaded(self.io, k), uploaded(self.io, v), view)
@@ -98,9 +99,9 @@ class KVModel:
         lengths = uploaded(self.io, np.array([s.length for s in sequences], np.int32))
         rows = uploaded(self.io, np.array([s.row for s in sequences], np.int32))
         columns = max(s.length for s in sequences) + 1
-        begins = self.io._caches.step_buffers.mapped_begin.to_host()
+        begins = self.caches.step_buffers.mapped_begin.to_host()
         for layer in self.layers:
-            storage = self.io._caches.storage(layer)
+            storage = self.caches.storage(layer)
             shape = (len(sequences), columns, storage.num_kv_heads, storage.head_dim)
             k, v = (uploaded(self.io, np.ones(shape, NUMPY[self.kind])) for _ in range(2))
             self.io.gather(layer, k, v, lengths, rows=rows)

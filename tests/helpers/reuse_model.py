@@ -18,8 +18,8 @@ Key = tuple[Any, tuple[int, ...]]
 class ReuseModel(KVModel):
     """Computes K and V of every token from its context; what a sequence reuses has to be just that."""
 
-    def __init__(self, batch: kv.Batch, io: kv.KVIO, kind: str = "float32") -> None:
-        super().__init__(batch, io, kind)
+    def __init__(self, batch: kv.Batch, io: kv.KVIO, kind: str = "float32", index: int = 0) -> None:
+        super().__init__(batch, io, kind, index)
         self.ids: dict[object, list[int]] = {}
         self.owner: dict[object, Any] = {}
         self.hits = 0
@@ -30,7 +30,7 @@ class ReuseModel(KVModel):
         """Return K and V of one position."""
         key = (layer, (self.owner[sequence], tuple(self.ids[sequence][: position + 1])))
         if key not in self.values:
-            storage = self.batch.resources.cache_managers[0].storage(layer)
+            storage = self.caches.storage(layer)
             self.values[key] = numbers(self.random, (2, storage.num_kv_heads, storage.head_dim), self.kind)
         return self.values[key]
 
@@ -89,7 +89,7 @@ class ReuseModel(KVModel):
 
     def set_state(self, sequence: kv.Sequence) -> None:
         """Write the states behind the last token of a sequence, as its layers do."""
-        states = self.batch.resources.cache_managers[0].mamba_cache
+        states = self.caches.mamba_cache
         for name in ("recurrent_state", "conv_state"):
             for layer in range(states.num_layers):
                 slot = states.state(name, layer)[self.slot(sequence)]
@@ -97,14 +97,14 @@ class ReuseModel(KVModel):
 
     def check_state(self, sequence: kv.Sequence) -> None:
         """Compare all states of a sequence."""
-        states = self.batch.resources.cache_managers[0].mamba_cache
+        states = self.caches.mamba_cache
         for name in ("recurrent_state", "conv_state"):
             for layer in range(states.num_layers):
                 assert (states.state(name, layer)[self.slot(sequence)].to_host() == self.mark(sequence)).all()
 
     def slot(self, sequence: kv.Sequence) -> int:
         """Return where the states of a sequence are."""
-        return int(self.batch.resources.cache_managers[0].step_buffers.state_index.to_host()[sequence.row])
+        return int(self.caches.step_buffers.state_index.to_host()[sequence.row])
 
     def tell(self, sequence: kv.Sequence) -> None:
         """Tell the batch which tokens a sequence has."""

@@ -96,6 +96,12 @@ def test_replay_with_reuse_in_a_small_pool(capsys: pytest.CaptureFixture[str], c
     assert found["reuse"]["reused_tokens"] > 0
     assert found["tokens"]["decode"] == 3600
     assert found["groups"][0]["peak_pages"] <= found["groups"][0]["bound_pages"]
+    assert "host" not in found["reuse"]
+    args += ["--memory", str(plan.nbytes - less), "--audit-every", "5", "--host-memory", "8MiB"]
+    tiered = replayed(capsys, config, str(trace), *args)["reuse"]
+    assert tiered["host"]["reused_tokens"] > 0
+    assert tiered["reused_tokens"] > found["reuse"]["reused_tokens"]
+    assert tiered["host"]["moved"]["bytes_out"] > 0 < tiered["host"]["moved"]["bytes_in"]
 
 
 def test_reuse_wants_ids_of_blocks(capsys: pytest.CaptureFixture[str], config: str, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 from numba_kv.errors import InputError
 from numba_kv.geometry import Window
 from numba_kv.ledger.reuse.block_hash import Blake2bHash
-from numba_kv.ledger.reuse.cargo import content_of
+from numba_kv.ledger.reuse.cargo import content_of, settled
 from numba_kv.ledger.reuse.content import MediaSpan, TokenContent
 from numba_kv.ledger.reuse.events import BlocksRemoved, BlocksStored
 from numba_kv.ledger.reuse.groups import DraftContract, ReuseGroups
@@ -111,6 +111,17 @@ def test_nothing_comes_where_there_is_no_room() -> None:
     assert w.picture() == before
     w.retire(row)
     assert serve(w, list(range(28))) == 27
+
+
+def test_of_a_place_that_several_go_to_the_last_stays() -> None:
+    def ids(*values: int) -> np.ndarray:
+        return np.array(values, np.int32)
+
+    found = settled([(0, ids(1, 2, 3), ids(7, 8, 9)), (-1, ids(4), ids(0)), (0, ids(5, 6), ids(8, 4))])
+    assert {line: sorted(map(tuple, pairs.tolist())) for line, pairs in found.items()} == {
+        0: [(1, 7), (3, 9), (5, 8), (6, 4)],
+        -1: [(4, 0)],
+    }
 
 
 def test_clear_empties_both_tiers_without_a_copy() -> None:

@@ -16,8 +16,8 @@ pytest.importorskip("cuda.core", reason="cuda-python is not installed: nothing c
 if simulator_is_on():
     pytest.skip("Numba's simulator replaces its compiler", allow_module_level=True)
 
-from numba_kv.device.module import ptx_to_cubin  # noqa: E402 - not in the simulator
-from numba_kv.kernels.on_cuda import compile_ptx  # noqa: E402
+from numba_kv.device.module import ptx_to_cubin
+from numba_kv.kernels.on_cuda import compile_ptx
 
 #: A kernel, and the accesses that its PTX has.
 FORMS = {

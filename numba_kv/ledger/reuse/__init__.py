@@ -9,5 +9,7 @@ From the bottom up::
     lookup  reuse_plan     longest usable prefix over all groups of layers
     policy  publish_plan   what a sequence leaves behind
     eviction               what makes room for it
+    cargo  host_tier       what goes to the host instead, and comes back
+    prefix_image           all that is kept as arrays, for files
     prefix_cache           all of it behind one door
 """

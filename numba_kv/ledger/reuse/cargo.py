@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
     from numba_kv.ledger.reuse.store import KeptStore
 
-__all__ = ["Cargo", "Pair", "TailCargo", "content_of", "spans_of", "stow"]
+__all__ = ["Cargo", "Moved", "TailCargo", "content_of", "settled", "spans_of", "stow"]
 
-#: (line, id where it was, id where it is now)
-Pair = tuple[int, int, int]
+#: (line, ids where they were, ids where they are now), int32
+Moved = tuple[int, "NDArray[np.int32]", "NDArray[np.int32]"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -104,7 +104,7 @@ def spans_of(blocks: Iterable[tuple[int, tuple[MediaPart, ...]]], page: int) -> 
     return found
 
 
-def stow(store: KeptStore, cargo: Cargo, max_blocks: int | None = None, spare: int = 0) -> list[Pair]:
+def stow(store: KeptStore, cargo: Cargo, max_blocks: int | None = None, spare: int = 0) -> list[Moved]:
     """Keep what a cargo brings, as far as there is room; return what has to be copied.
 
     A store that must have every block (`KeptStore.has_gaps` is False) keeps all of the blocks or nothing.
@@ -127,9 +127,9 @@ def stow(store: KeptStore, cargo: Cargo, max_blocks: int | None = None, spare: i
         new = np.full((store.groups.num_lines, stop - begin), -1, np.int32)
         tree.extend(cargo.identity, path, cargo.content, new, cargo.priority, now)
     tree.touch(path, cargo.priority, now)
-    pairs = _fill_pages(store, cargo, path, stop)
-    first = min((block for block, _ in pairs), default=stop) if store.full is not None else begin
-    found: list[Pair] = [pair for _, pair in pairs]
+    first, found = _fill_pages(store, cargo, path, stop)
+    if store.full is None:
+        first = begin
     for window in range(len(store.windows)):
         found += _fill_slots(store, cargo, path, stop, window)
     store.tell_stored(cargo.identity, cargo.content, path, first, stop)
@@ -184,9 +184,9 @@ def _parts(path: Path, start: int, stop: int) -> Iterator[tuple[Run, int, int]]:
             yield run, low, high
 
 
-def _fill_pages(store: KeptStore, cargo: Cargo, path: Path, stop: int) -> list[tuple[int, Pair]]:
-    """Keep pages of the full group; return pairs by block."""
-    pairs: list[tuple[int, Pair]] = []
+def _fill_pages(store: KeptStore, cargo: Cargo, path: Path, stop: int) -> tuple[int, list[Moved]]:
+    """Keep pages of the full group; return the first block that got one, and what moves."""
+    first, found = stop, list[Moved]()
     for run, low, high in _parts(path, cargo.start, stop) if store.full is not None else ():
         at = run.start - cargo.start
         brought = cargo.lines[0, low + at : high + at]
@@ -195,29 +195,32 @@ def _fill_pages(store: KeptStore, cargo: Cargo, path: Path, stop: int) -> list[t
             ids = store.full.pool.acquire(len(places))
             store.full.adopt(ids)
             run.lines[0, places] = ids
-            olds = cargo.lines[0, places + at].tolist()
-            pairs += [(run.start + p, (0, old, new)) for p, old, new in zip(places.tolist(), olds, ids.tolist(), strict=True)]
-    return pairs
+            first = min(first, run.start + int(places[0]))
+            found.append((0, cargo.lines[0, places + at], ids))
+    return first, found
 
 
-def _fill_slots(store: KeptStore, cargo: Cargo, path: Path, stop: int, window: int) -> list[Pair]:
+def _fill_slots(store: KeptStore, cargo: Cargo, path: Path, stop: int, window: int) -> list[Moved]:
     """Keep copies of a window's pages, the last ones first: a window is of use only from its end."""
-    line, pool, pairs = 1 + window, store.windows[window], list[Pair]()
+    line, pool, found = 1 + window, store.windows[window], list[Moved]()
     for run, low, high in reversed(list(_parts(path, cargo.start, stop))):
         at = run.start - cargo.start
         brought = cargo.lines[line, low + at : high + at]
         places = low + np.flatnonzero((run.lines[line, low:high] < 0) & (brought >= 0))
-        for place in reversed(places.tolist()):
-            if not pool.num_free:
-                return pairs
-            slot = pool.keep((run, place))
-            run.lines[line, place] = slot
-            pairs.append((line, int(cargo.lines[line, place + at]), slot))
-    return pairs
+        places = places[max(0, len(places) - pool.num_free) :]
+        if len(places):
+            slots = np.array([pool.keep((run, place)) for place in places.tolist()], np.int32)
+            run.lines[line, places] = slots
+            found.append((line, cargo.lines[line, places + at], slots))
+    return found
 
 
-def _stow_tail(store: KeptStore, cargo: Cargo, brought: TailCargo, path: Path, now: int, spare: int) -> list[Pair]:
-    tree, pairs = store.tree, list[Pair]()
+def _one(line: int, old: int, new: int) -> Moved:
+    return line, np.array([old], np.int32), np.array([new], np.int32)
+
+
+def _stow_tail(store: KeptStore, cargo: Cargo, brought: TailCargo, path: Path, now: int, spare: int) -> list[Moved]:
+    tree, found = store.tree, list[Moved]()
     run, offset = path.end
     branch = run.branches.get(offset)
     tail = None if branch is None else branch.find(brought.key)
@@ -227,15 +230,15 @@ def _stow_tail(store: KeptStore, cargo: Cargo, brought: TailCargo, path: Path, n
     if store.full is not None and brought.lines[0] >= 0 > lines[0] and store.full.pool.free_pages > spare:
         lines[:1] = store.full.pool.acquire(1)
         store.full.adopt(lines[:1])
-        pairs.append((0, int(brought.lines[0]), int(lines[0])))
+        found.append(_one(0, int(brought.lines[0]), int(lines[0])))
     if store.full is not None and brought.tokens and lines[0] < 0:
         return []  # states are of no use without the tokens of the block before them
     wants_state = brought.snapshot >= 0 and (tail is None or tail.snapshot < 0) and store.snapshots.num_free > 0
     if tail is None:
-        if not pairs and not wants_state and (brought.snapshot >= 0 or (brought.lines[1:] < 0).all()):
+        if not found and not wants_state and (brought.snapshot >= 0 or (brought.lines[1:] < 0).all()):
             return []  # nothing of it would be here
         tail = tree.add_tail(run, offset, brought.key, brought.tokens, lines)
-    elif pairs:  # with a page it keeps the block before it
+    elif found:  # with a page it keeps the block before it
         run.take_off(offset, tail.key, is_blocker=False)
         tail.lines[0] = lines[0]
         run.hang(offset, tail.key, tail, is_blocker=True)
@@ -243,10 +246,26 @@ def _stow_tail(store: KeptStore, cargo: Cargo, brought: TailCargo, path: Path, n
     for w, pool in enumerate(store.windows):
         if brought.lines[1 + w] >= 0 > tail.lines[1 + w] and pool.num_free:
             tail.lines[1 + w] = pool.keep((tail, 0))
-            pairs.append((1 + w, int(brought.lines[1 + w]), int(tail.lines[1 + w])))
+            found.append(_one(1 + w, int(brought.lines[1 + w]), int(tail.lines[1 + w])))
     if wants_state:
         tree.set_snapshot(tail, store.snapshots.keep(tail))
-        pairs.append((SNAPSHOTS, brought.snapshot, tail.snapshot))
+        found.append(_one(SNAPSHOTS, brought.snapshot, tail.snapshot))
     tree.touch_tail(tail, cargo.priority, now)
     tree.queue(tail)
-    return pairs
+    return found
+
+
+def settled(moved: Iterable[Moved]) -> dict[int, NDArray[np.int32]]:
+    """Return what has to be copied, by line: pairs of ids, int32 [n, 2]. Of a place that several went to, the last stays."""
+    lines: dict[int, tuple[list[NDArray[np.int32]], list[NDArray[np.int32]]]] = {}
+    for line, olds, news in moved:
+        both = lines.setdefault(line, ([], []))
+        both[0].append(olds)
+        both[1].append(news)
+    found = {}
+    for line, (olds_of, news_of) in lines.items():
+        old, new = np.concatenate(olds_of), np.concatenate(news_of)
+        _, last = np.unique(new[::-1], return_index=True)
+        keep = len(new) - 1 - last
+        found[line] = np.stack([old[keep], new[keep]], axis=1)
+    return found

@@ -96,7 +96,8 @@ def find_return(
     here, there = device.tree.match(identity, content), host.tree.match(identity, content)
     _, (before, _) = _longest(groups, content, here, whole_pages)
     has_more = there.blocks > here.blocks or (there.blocks == here.blocks and there.partial_tokens > here.partial_tokens)
-    if before >= content.num_tokens - 1 or not (has_more or groups.windows or groups.is_recurrent):
+    matched = here.blocks * groups.page_tokens + here.partial_tokens
+    if before >= content.num_tokens - 1 or (not has_more and before >= matched):
         return None
     picture, path = _picture(groups, identity, content, here, there)
     look, (tokens, tail) = _longest(groups, content, path, whole_pages)

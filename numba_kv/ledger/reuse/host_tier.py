@@ -21,7 +21,7 @@ import numpy as np
 from numba_kv.errors import InputError, InvariantError
 from numba_kv.ledger.pages import PageIdPool
 from numba_kv.ledger.reuse.block_hash import BlockHash
-from numba_kv.ledger.reuse.cargo import Cargo, TailCargo, content_of, stow
+from numba_kv.ledger.reuse.cargo import Cargo, Moved, TailCargo, content_of, settled, stow
 from numba_kv.ledger.reuse.content import TokenContent
 from numba_kv.ledger.reuse.events import BlockEvent, ReuseFigures
 from numba_kv.ledger.reuse.groups import SNAPSHOTS, ReuseGroups
@@ -103,7 +103,7 @@ class HostTier:
         )
         self._moves = moves
         self._figures = ReuseFigures()  # of the device's store, as soon as anything moves
-        self._out: dict[int, dict[int, int]] = {}  # line -> host id -> device id: what is to be copied
+        self._out: list[Moved] = []  # what is to be copied to the host
         self._identities: dict[Run, ContextIdentity] = {}
 
     # -- what goes -----------------------------------------------------------------------------------------------------
@@ -142,9 +142,9 @@ class HostTier:
 
     def flush(self) -> None:
         """Enqueue the copies of all that was taken since the last call."""
-        waiting, self._out = self._out, {}
-        for line, pairs in waiting.items():
-            self._move(line, [(device, host) for host, device in pairs.items()], out=True)
+        waiting, self._out = self._out, []
+        for line, pairs in settled(waiting).items():
+            self._move(line, pairs, out=True)
 
     def _take(self, upper: KeptStore, run: Run, size: int, lines: NDArray[np.int32], tail: TailCargo | None = None) -> None:
         self._figures = upper.figures
@@ -157,8 +157,7 @@ class HostTier:
             tail=tail,
             priority=run.recency.rank(block)[0],
         )
-        for line, device, host in stow(self.store, cargo):
-            self._out.setdefault(line, {})[host] = device
+        self._out += stow(self.store, cargo)
 
     def _identity(self, upper: KeptStore, run: Run) -> ContextIdentity:
         while run.parent is not None:
@@ -197,16 +196,15 @@ class HostTier:
         upper.hold(found.device, 1)
         self.store.hold(host, 1)
         try:
-            pairs: dict[int, list[tuple[int, int]]] = {}
+            moved: list[Moved] = []
             for cargo in found.cargoes(identity, content, priority) if self._fits(upper, host) else ():
-                for line, code, device in stow(upper, cargo, max_blocks, spare):
-                    pairs.setdefault(line, []).append((code - HOST, device))
-            for line, moved in pairs.items():
-                self._move(line, moved, out=False)
+                moved += stow(upper, cargo, max_blocks, spare)
+            for line, pairs in settled(moved).items():
+                self._move(line, pairs - np.array([HOST, 0], np.int32), out=False)
         finally:
             self.store.hold(host, -1)
             upper.hold(found.device, -1)
-        if not pairs:
+        if not moved:
             return 0
         self._touch(identity, content, host, priority)
         gain = found.gained(self.groups, upper, identity, content, whole_pages=whole_pages)
@@ -228,7 +226,7 @@ class HostTier:
             pool.touch(used.get(1 + w, ()))
         store.snapshots.touch(used.get(SNAPSHOTS, ()))
 
-    def _move(self, line: int, pairs: list[tuple[int, int]], *, out: bool) -> None:
+    def _move(self, line: int, pairs: NDArray[np.int32], *, out: bool) -> None:
         figures, count = self._figures, len(pairs)
         if line == SNAPSHOTS:
             figures.states_to_host += count * out
@@ -236,7 +234,7 @@ class HostTier:
         else:
             figures.pages_to_host += count * out
             figures.pages_to_device += count * (not out)
-        self._moves.move(line, np.array(pairs, np.int32), out=out)
+        self._moves.move(line, pairs, out=out)
 
     # -- state ---------------------------------------------------------------------------------------------------------
 

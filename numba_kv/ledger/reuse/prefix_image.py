@@ -13,7 +13,7 @@ import numpy as np
 
 from numba_kv.errors import InvariantError, NumbaKVError, WeightError
 from numba_kv.ledger.pages import PageIdPool
-from numba_kv.ledger.reuse.cargo import Cargo, Pair, TailCargo, content_of, spans_of, stow
+from numba_kv.ledger.reuse.cargo import Cargo, Moved, TailCargo, content_of, settled, spans_of, stow
 from numba_kv.ledger.reuse.content import MediaPart, TokenContent
 from numba_kv.ledger.reuse.groups import SNAPSHOTS, ReuseGroups
 from numba_kv.ledger.reuse.host_picture import HOST
@@ -155,10 +155,10 @@ def _is_each_once(held: NDArray[np.int32], rows: int) -> bool:
     return len(used) == rows and bool((used == np.arange(rows)).all())
 
 
-def gather(groups: ReuseGroups, stores: list[KeptStore]) -> tuple[PrefixImage, list[Pair]]:
+def gather(groups: ReuseGroups, stores: list[KeptStore]) -> tuple[PrefixImage, dict[int, NDArray[np.int32]]]:
     """Return an image of all that is kept in stores, of the device and perhaps of the host, and where its rows are.
 
-    The pairs are (line, id, row); ids of the second store have `HOST` added.
+    For each line pairs of id and row, int32 [n, 2]; ids of the second store have `HOST` added.
     """
     full = sum(store.full.num_kept for store in stores if store.full is not None)
     merged = KeptStore(
@@ -168,11 +168,11 @@ def gather(groups: ReuseGroups, stores: list[KeptStore]) -> tuple[PrefixImage, l
         snapshot_slots=sum(store.snapshots.num_kept for store in stores),
         medium="host",
     )
-    pairs: list[Pair] = []
+    moved: list[Moved] = []
     for store, shift in zip(stores, (0, HOST), strict=False):
         for cargo in _cargoes(store, shift):
-            pairs += stow(merged, cargo)
-    return _image(merged), pairs
+            moved += stow(merged, cargo)
+    return _image(merged), settled(moved)
 
 
 def _cargoes(store: KeptStore, shift: int) -> Iterator[Cargo]:
