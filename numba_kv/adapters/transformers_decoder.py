@@ -115,7 +115,7 @@ class GreedyDecoder:
             raise InputError(f"input_ids: {input_ids.shape[1]} tokens given, the cache holds {before}; give those and new ones")
         options = {}
         if attention_mask is None and self._cache._forward.rows.offsets.any():
-            raise InputError("attention_mask: None given, but rows of the cache have pads on their left; give the mask of all ids")
+            raise InputError("attention_mask: None given, but rows of the cache have pads on their left; give that of all ids")
         if attention_mask is not None:
             positions = (attention_mask.long().cumsum(-1) - 1).clamp(0)
             options = {"attention_mask": attention_mask, "position_ids": positions[:, before:]}
