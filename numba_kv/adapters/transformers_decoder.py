@@ -13,7 +13,7 @@ import torch
 
 from numba_kv.adapters.transformers import PagedCache
 from numba_kv.adapters.transformers_device import follow_stream
-from numba_kv.errors import InputError, ShapeError, StateError
+from numba_kv.errors import CapacityError, InputError, ShapeError, StateError
 from numba_kv.geometry import check_count
 
 if TYPE_CHECKING:
@@ -104,8 +104,10 @@ class GreedyDecoder:
 
         Raises
         ------
-        InputError, CapacityError, StateError
+        InputError, StateError
             As `PagedCache.update`; or if there is no new token.
+        CapacityError
+            If a row would have more than `max_tokens`, and nothing was changed; or if the pages do not suffice.
 
         Stream: enqueues, and waits for the mask; the first call captures a graph.
         """
@@ -115,7 +117,9 @@ class GreedyDecoder:
             raise InputError(f"input_ids: {input_ids.shape[1]} tokens given, the cache holds {before}; give those and new ones")
         options = {}
         if attention_mask is None and self._cache._forward.rows.offsets.any():
-            raise InputError("attention_mask: None given, but rows of the cache have pads on their left; give the whole mask")
+            raise InputError("attention_mask: None given, but rows of the cache have pads on their left; give that of all ids")
+        longest = input_ids.shape[1] if attention_mask is None else int(attention_mask.ne(0).sum(-1).max())
+        self._check_room(longest + max_new_tokens - 1)
         if attention_mask is not None:
             positions = (attention_mask.long().cumsum(-1) - 1).clamp(0)
             options = {"attention_mask": attention_mask, "position_ids": positions[:, before:]}
@@ -196,6 +200,15 @@ class GreedyDecoder:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
+
+    def _check_room(self, tokens: int) -> None:
+        most = self._cache.resources.plan.config.max_kv_cache_capacity
+        if tokens > most:
+            raise CapacityError(
+                f"max_new_tokens: a row would have {tokens} tokens, the cache was made for max_tokens {most}",
+                needed=tokens,
+                free=most,
+            )
 
     def _new_loop(self, rows: int) -> _Loop:
         place, longest = self._positions.device, self._cache.resources.plan.config.max_kv_cache_capacity

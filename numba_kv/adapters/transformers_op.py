@@ -64,24 +64,19 @@ def attend_traced(
     return found, None
 
 
-@torch.library.custom_op("numba_kv::attend", mutates_args=())
-def _attend(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    sinks: torch.Tensor | None,
-    cache: int,
-    layer: int,
-    scale: float | None,
-    soft_cap: float | None,
-) -> torch.Tensor:
+@torch.library.custom_op(
+    "numba_kv::attend",
+    mutates_args=(),
+    schema="(Tensor query, Tensor key, Tensor value, Tensor? sinks, int cache, int layer, float? scale, float? cap) -> Tensor",
+)
+def _attend(query: Any, key: Any, value: Any, sinks: Any, cache: int, layer: int, scale: Any, cap: Any) -> Any:
     found = _CACHES.get(cache)
     if found is None:
         raise StateError("attention: the cache of this graph is gone")
-    return found._store_and_attend(layer, query, key, value, scale, soft_cap, sinks)
+    return found._store_and_attend(layer, query, key, value, scale, cap, sinks)
 
 
 @_attend.register_fake
-def _shape(query: Any, key: Any, value: Any, sinks: Any, cache: int, layer: int, scale: Any, soft_cap: Any) -> Any:
+def _shape(query: Any, key: Any, value: Any, sinks: Any, cache: int, layer: int, scale: Any, cap: Any) -> Any:
     rows, heads, tokens, dim = query.shape
     return query.new_empty((rows, tokens, heads, dim))

@@ -34,14 +34,6 @@ class Event:
         self.handle = 0 if native is None else int(native.handle)
         self._device = device
         self._host_time = time.perf_counter()
-        self._handle = 0
-
-    @property
-    def handle(self) -> int:
-        """The driver's event address; 0 on the host targets."""
-        if not self._handle and self.native is not None:
-            self._handle = int(self.native.handle)
-        return self._handle
 
     @property
     def is_done(self) -> bool:

@@ -147,6 +147,9 @@ def test_what_is_refused(target: str) -> None:
         for count in (0, True, 1.5):
             with pytest.raises(InputError, match="max_new_tokens"):
                 decoder.generate(ids, max_new_tokens=count)
+        with pytest.raises(CapacityError, match="a row would have 13 tokens, the cache was made for max_tokens 12"):
+            decoder.generate(ids, max_new_tokens=9)
+        assert cache.stored_tokens == []
         decoder.generate(ids, max_new_tokens=2)
         with pytest.raises(InputError, match="6 tokens given, the cache holds 6"):
             decoder.generate(torch.cat([ids, ids[:, :1]], dim=1), max_new_tokens=2)

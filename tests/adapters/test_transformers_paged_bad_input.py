@@ -18,6 +18,11 @@ def opened(model: Any, target: str, **limits: Any) -> PagedCache:
     return PagedCache.for_model(model, attention="paged", **sizes)
 
 
+def not_in_sim(target: str) -> None:
+    if target == "sim":
+        pytest.skip("the simulator takes too long for attention over pages")
+
+
 class Died(Exception):
     """What a layer raises in these tests."""
 
@@ -83,6 +88,7 @@ def test_the_choice_lasts_as_long_as_a_forward(target: str) -> None:
 
 
 def test_other_caches_of_the_same_model_are_not_disturbed(target: str) -> None:
+    not_in_sim(target)
     model, inputs = tiny("gemma3", target), prompt(2 * WINDOW, target)
     wanted = generated(model, inputs, 6)
     with opened(model, target) as first, opened(model, target) as second:
@@ -93,6 +99,7 @@ def test_other_caches_of_the_same_model_are_not_disturbed(target: str) -> None:
 
 @pytest.mark.parametrize("layer", [1, 3])
 def test_a_forward_that_died_between_layers_is_taken_back(layer: int, target: str) -> None:
+    not_in_sim(target)
     model, inputs = tiny("gemma3", target), prompt(6, target, (0, 2))
     wanted = generated(model, inputs, 6)
     with opened(model, target, max_rewind_tokens=4) as cache:
@@ -119,6 +126,7 @@ def test_layers_that_are_called_one_by_one(target: str) -> None:
 
 
 def test_layers_that_attend_in_another_way(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    not_in_sim(target)
     model, ids = tiny("llama", target), prompt(7, target)["input_ids"]
     with opened(model, target) as cache, torch.no_grad():
         with monkeypatch.context() as changed:
