@@ -1,6 +1,6 @@
 """FlashAttention over numba_kv's pages: a chunk of prompts, then decode steps, compared with the library's own kernel.
 
-pip install -e ".[interop]"        (and FlashAttention by its own instructions, or vLLM; else the kernels that torch has are used)
+pip install -e ".[interop]"     (and FlashAttention by its own instructions, or vLLM; else the kernels that torch has are used)
 python examples/flash_attention.py
 
 Without a GPU or such kernels it prints the arguments that the function would get.
