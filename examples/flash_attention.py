@@ -1,9 +1,9 @@
 """FlashAttention over numba_kv's pages: a chunk of prompts, then decode steps, compared with the library's own kernel.
 
-pip install -e ".[interop]"; and FlashAttention by its own instructions (or vLLM, which brings builds of it)
+pip install -e ".[interop]"     (and FlashAttention by its own instructions, or vLLM; else the kernels that torch has are used)
 python examples/flash_attention.py
 
-Without a GPU or without FlashAttention it prints the arguments that the function would get.
+Without a GPU or such kernels it prints the arguments that the function would get.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ import numba_kv as kv
 from numba_kv.adapters.flash_attention import FlashAttention, is_installed
 
 HEADS, Q_HEADS, DIM, WINDOW = 2, 8, 64, 256
-pages = {"fa3": 16, "vllm_fa3": 16, "vllm_fa2": 16, "fa4": 128, "fa2": 256}  # page_tokens that suit each version
+pages = {"fa3": 16, "vllm_fa3": 16, "vllm_fa2": 16, "fa4": 128, "fa2": 256, "torch": 256}  # page_tokens that suit each version
 is_cuda = kv.target() == "cuda" and torch.cuda.is_available()
 version = next((v for v in pages if is_cuda and is_installed(v)), "fa3")
 runs = is_cuda and is_installed(version)

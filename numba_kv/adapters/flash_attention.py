@@ -38,8 +38,9 @@ class FlashAttention:
     ----------
     batch : Batch
         Whose steps are attended.
-    version : {"fa2", "fa3", "fa4", "vllm_fa2", "vllm_fa3"}
-        FlashAttention 2, 3 or 4 as published (P = 256 for 2, any for 3 and 4), or vLLM's builds (2: P from 16 on; 3: any).
+    version : {"fa2", "fa3", "fa4", "torch", "vllm_fa2", "vllm_fa3"}
+        FlashAttention 2, 3 or 4 as published (P = 256 for 2, any for 3 and 4), ``varlen_attn`` of torch itself (P = 256), or
+        vLLM's builds (2: P from 16 on; 3: any).
     io : KVIO, optional
         Holds the scales of float8 pools; needed for those.
     compact : bool
@@ -116,7 +117,7 @@ class FlashAttention:
         Raises
         ------
         InteropError
-            If the library is not installed.
+            If the library is not installed, or is older than its paged attention.
         """
         return function_of(self._version, even=even)
 
@@ -235,7 +236,6 @@ class FlashStep:
             longest = table.shape[1] * reader.caches.plan.groups[group].page_tokens
         found: dict[str, Any] = {
             version.table: reader.made(table)[:rows],
-            "causal": True,
             "window_size": version.no_window if seen.left < 0 else (seen.left, 0),
             **version.options,
         }
@@ -251,5 +251,5 @@ class FlashStep:
         queries = view.max_query_tokens
         if version.swaps_rows and (self._captured or view.num_tokens != rows):
             queries = max(2, queries)  # with 1 row r would be given query r, and rows without a query push the others up
-        maxima = {"max_seqlen_q": queries, "max_seqlen_k": longest}
-        return found | {"cu_seqlens_q": reader.made(view.cu_seqlens_q)[: rows + 1]} | {n: maxima[n] for n in version.maxima}
+        found[version.starts] = reader.made(view.cu_seqlens_q)[: rows + 1]
+        return found | dict(zip(version.maxima, (queries, longest), strict=False))  # some take none, or one

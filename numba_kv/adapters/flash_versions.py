@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from importlib import import_module
+from inspect import signature
 from typing import Any
 
 from numba_kv.adapters.paged_reading import Consumer
@@ -28,7 +29,9 @@ class Version:
     pools, table, lengths : str
         Names of K and V, of the table and of the rows' lengths in `ragged`.
     maxima : tuple of str
-        Names of the bounds that `ragged` takes: of queries and of keys.
+        Names of the bounds that `ragged` takes: of queries, and of keys.
+    starts : str
+        Name of the rows' first tokens in `ragged`.
     no_window : tuple
         What it takes for no window.
     swaps_rows : bool
@@ -45,9 +48,10 @@ class Version:
     table: str
     lengths: str
     maxima: tuple[str, ...]
+    starts: str = "cu_seqlens_q"
     no_window: tuple[int | None, int | None] = (-1, -1)
     swaps_rows: bool = False
-    options: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=lambda: {"causal": True})
 
 
 _VARLEN, _CACHED = "flash_attn_varlen_func", "flash_attn_with_kvcache"
@@ -93,13 +97,30 @@ VERSIONS = {
         maxima=(),
         no_window=(None, None),
     ),
+    # in torch itself: the kernels of FlashAttention 2
+    "torch": Version(
+        consumer=Consumer("torch's varlen_attn", _HALF, page_multiple=256),
+        module="torch.nn.attention.varlen",
+        ragged="varlen_attn",
+        even=None,
+        pools=("key", "value"),
+        table="block_table",
+        lengths="seqused_k",
+        maxima=("max_q", "max_k"),
+        starts="cu_seq_q",
+        no_window=(-1, 0),
+        swaps_rows=True,
+        options={"cu_seq_k": None, "enable_gqa": True},
+    ),
     "vllm_fa2": Version(
         consumer=Consumer("vLLM's FlashAttention 2", _HALF, page_multiple=16),
         **_VLLM,
         swaps_rows=True,
-        options={"fa_version": 2},
+        options={"causal": True, "fa_version": 2},
     ),
-    "vllm_fa3": Version(consumer=Consumer("vLLM's FlashAttention 3", (*_HALF, _FLOAT8)), **_VLLM, options={"fa_version": 3}),
+    "vllm_fa3": Version(
+        consumer=Consumer("vLLM's FlashAttention 3", (*_HALF, _FLOAT8)), **_VLLM, options={"causal": True, "fa_version": 3}
+    ),
 }
 
 
@@ -122,10 +143,13 @@ def function_of(version: Version, *, even: bool) -> Any:
     Raises
     ------
     InteropError
-        If the library is not installed.
+        If the library is not installed, or is older than its paged attention.
     """
     name = version.even if even and version.even is not None else version.ragged
     try:
-        return getattr(import_module(version.module), name)
+        function = getattr(import_module(version.module), name)
     except (ImportError, AttributeError) as error:
         raise InteropError(f"{version.consumer.name}: no {version.module}.{name} is installed here ({error})") from error
+    if version.table not in signature(function).parameters:
+        raise InteropError(f"{version.consumer.name}: {version.module}.{name} takes no {version.table} here; a newer one does")
+    return function

@@ -6,24 +6,27 @@ Each row is attended with NaN in every page that is not its own.
 from __future__ import annotations
 
 import importlib.util
+import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 import numba_kv as kv
-from numba_kv.adapters.flash_attention import FlashAttention
+from numba_kv.adapters.flash_attention import FlashAttention, is_installed
 from numba_kv.geometry import Window
 from tests.helpers.deployments import pair
 from tests.helpers.models import chunked, tiny_config
-from tests.helpers.paged_kernels import fa2_varlen, fa2_with_kvcache, fa3_with_kvcache, fa4_varlen, vllm_varlen
+from tests.helpers.paged_kernels import fa2_varlen, fa2_with_kvcache, fa3_with_kvcache, fa4_varlen, torch_varlen, vllm_varlen
 from tests.helpers.written_batch import WrittenBatch, written
 
 RAGGED: dict[str, Callable[..., np.ndarray]] = {
     "fa2": fa2_varlen,
     "fa3": fa3_with_kvcache,
     "fa4": fa4_varlen,
+    "torch": torch_varlen,
     "vllm_fa2": vllm_varlen,
     "vllm_fa3": vllm_varlen,
 }
@@ -33,6 +36,7 @@ SHAPES = [("fa3", 4, w) for w in (3, 4, 5)] + [
     ("fa2", 256, 256),
     ("fa2", 256, 257),
     ("fa4", 16, 17),
+    ("torch", 256, 255),
     ("vllm_fa2", 16, 15),
     ("vllm_fa3", 4, 6),
 ]
@@ -55,7 +59,7 @@ def prompts(page: int) -> list[int]:
 def compare(model: WrittenBatch, layer: int, q: np.ndarray, arguments: dict[str, Any], kernel: Any, even: bool = False) -> None:
     """Run a kernel once a row, over pages of that row alone."""
     expected = model.expected(layer, q)
-    k_name, v_name = ("k_cache", "v_cache") if "k_cache" in arguments else ("k", "v")
+    k_name, v_name = next(pair for pair in (("k_cache", "v_cache"), ("k", "v"), ("key", "value")) if pair[0] in arguments)
     for sequence in model.counts:
         given = arguments | {name: model.poisoned(layer, half, sequence.row) for half, name in enumerate((k_name, v_name))}
         rows = len(model.batch.sequences)
@@ -308,7 +312,8 @@ def test_sums_of_lengths_that_pass_32_bits_are_refused() -> None:
 def test_a_library_that_is_not_installed_is_named(version: str) -> None:
     with written(model_of(256, None, heads=(1, 64))) as model:
         flash = FlashAttention(model.batch, version, arrays=as_it_is)
-        package = {"fa2": "flash_attn", "fa3": "flash_attn_interface", "fa4": "flash_attn"}.get(version, "vllm")
+        packages = {"fa2": "flash_attn", "fa3": "flash_attn_interface", "fa4": "flash_attn", "torch": "torch"}
+        package = packages.get(version, "vllm")
         if importlib.util.find_spec(package):
             pytest.skip(f"{package} is installed")
         with pytest.raises(kv.InteropError, match=f"no {package}.* is installed here"):
@@ -317,6 +322,17 @@ def test_a_library_that_is_not_installed_is_named(version: str) -> None:
         view = model.step({a: 5})
         with pytest.raises(kv.InteropError, match="is installed here"):
             flash.step(view).attend(0, model.queries(0, view))
+
+
+def test_a_library_from_before_its_paged_attention_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    old = SimpleNamespace(flash_attn_varlen_func=lambda q, k, v: None, flash_attn_with_kvcache=lambda q, block_table: None)
+    monkeypatch.setitem(sys.modules, "flash_attn", old)
+    with written(model_of(256, None)) as model:
+        flash = FlashAttention(model.batch, "fa2", arrays=as_it_is)
+        with pytest.raises(kv.InteropError, match="flash_attn.flash_attn_varlen_func takes no block_table here"):
+            flash.function()
+        assert flash.function(even=True) is old.flash_attn_with_kvcache
+        assert not is_installed("fa2")
 
 
 @pytest.mark.gpu
@@ -365,7 +381,9 @@ def test_arguments_inside_a_graph_of_torch_stay_right() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("version", "page"), [("fa2", 256), ("fa3", 16), ("fa4", 16), ("vllm_fa2", 16), ("vllm_fa3", 16)])
+@pytest.mark.parametrize(
+    ("version", "page"), [("fa2", 256), ("fa3", 16), ("fa4", 16), ("torch", 256), ("vllm_fa2", 16), ("vllm_fa3", 16)]
+)
 def test_the_library_itself(version: str, page: int) -> None:
     torch = pytest.importorskip("torch", reason="torch is not installed (pip install 'numba-kv[interop]')")
     config = model_of(page, None, page + 1, chunked(2 * page), heads=(2, 64), kv_cache_dtype="bfloat16")

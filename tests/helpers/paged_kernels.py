@@ -170,6 +170,24 @@ def vllm_varlen(q, k, v, max_seqlen_q, cu_seqlens_q, max_seqlen_k, cu_seqlens_k=
     return ragged(q, k, v, starts, seqused_k, block_table, left, scale=softmax_scale, factors=factors)
 
 
+def torch_varlen(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux=None, scale=None, window_size=(-1, -1),
+                 enable_gqa=False, seqused_k=None, block_table=None, num_splits=None):  # fmt: skip
+    """`torch.nn.attention.varlen.varlen_attn` with a block table."""
+    starts, pages, (left, right) = host(cu_seq_q), host(key), window_size
+    assert cu_seq_k is None
+    assert enable_gqa
+    assert right == 0
+    assert pages.shape[1] % 256 == 0
+    assert host(seqused_k).max() <= max_k
+    assert np.diff(starts).max() <= max_q
+    if max_q == 1 and query.shape[1] > pages.shape[2] and left < 0:
+        assert len(query) == len(starts) - 1, "reshape of q to the rows fails"
+        starts = np.arange(len(starts), dtype=np.int32)
+    if left >= max_k:
+        left = -1
+    return ragged(query, key, value, starts, seqused_k, block_table, left, scale=scale)
+
+
 class _Wrapper:
     """What FlashInfer's wrappers share: a plan over CSR, and a scan of every page that it lists."""
 
