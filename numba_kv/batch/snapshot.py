@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from numba_kv.batch.row_copies import RowCopies
 from numba_kv.cache.kv_dense import DenseCopies, token_nbytes
 from numba_kv.device import Tensor
 from numba_kv.device.unique import Unique
@@ -207,8 +208,9 @@ class RowSnapshots:
         snapshot = KVSnapshot(stepper.device, stepper.plan, firsts, stop, start, peak, place, nbytes)
         snapshot.base = int(ledger.base[row])
         try:
+            copies = self._bound(snapshot, out=True)
             stepper.start_reads()
-            self._copy(snapshot, row, out=True)
+            self._run(copies, snapshot, row)
         except BaseException:
             snapshot.close()
             raise
@@ -225,7 +227,7 @@ class RowSnapshots:
         stepper, ledger = self._stepper, self._stepper.ledger
         stepper.begin()
         start, stop = snapshot.start, snapshot.stop
-        full = stepper.plan.groups[0]
+        copies, full = self._bound(snapshot, out=False), stepper.plan.groups[0]
         if not full.is_empty:
             self._placement.extend(row, ceil_div(stop, full.page_tokens), f"the restored range [{start}, {stop})")
         begins = []
@@ -238,19 +240,21 @@ class RowSnapshots:
         peak = max(int(ledger.high_water[row]), snapshot.high_water)
         ledger.set_base(row, snapshot.base)
         self._placement.place([(row, stop, peak, np.array(begins, np.int64))])
-        self._copy(snapshot, row, out=False)
+        self._run(copies, snapshot, row)
         stepper.stats.tokens += stop - start
 
-    def _copy(self, snapshot: KVSnapshot, row: int, *, out: bool) -> None:
-        stream = self._stepper.device.stream
-        snapshot.wait(stream)
+    def _bound(self, snapshot: KVSnapshot, *, out: bool) -> RowCopies:
+        """Return the copies between a row and a snapshot; nothing is enqueued."""
+        copies = RowCopies()
         # Slabs of this batch: where their pages lie depends on how many there are, which a snapshot does not.
         own = [(group, slab) for group in self._stepper.plan.groups for slab in group.slabs]
         for (group, slab), (_, _, first, count, at) in zip(own, snapshot.slabs, strict=True):
-            self._copies.tokens(group, slab, snapshot.memory, at, row, first, count, out=out)
-            self._stepper.stats.launches += bool(count)
-        states = self._stepper.launches.states
-        if states is not None:
-            states.move(row, snapshot.memory, snapshot.state_at, out=out)
-            self._stepper.stats.launches += 2
+            copies.add(self._copies.tokens(group, slab, snapshot.memory, at, first, count, out=out))
+        copies.add_states(self._stepper.launches.states, snapshot.memory, snapshot.state_at, out=out)
+        return copies
+
+    def _run(self, copies: RowCopies, snapshot: KVSnapshot, row: int) -> None:
+        stream = self._stepper.device.stream
+        snapshot.wait(stream)
+        self._stepper.stats.launches += copies.run(row)
         snapshot.use(stream)

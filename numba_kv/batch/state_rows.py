@@ -6,7 +6,7 @@ the device's follows.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -93,6 +93,11 @@ class StateRows:
     def move(self, row: int, memory: Memory, at: int, *, out: bool) -> None:
         """Copy the states of a row to memory of the caller, or back. Stream: enqueues two kernels."""
         self._states.move_slot(int(self.slots[row]), memory, at, out=out)
+
+    def bind_move(self, memory: Memory, at: int, *, out: bool) -> Callable[[int], None]:
+        """Return `move` as a call that takes a row, bound already. Stream of the call: two kernels."""
+        move = self._states.bind_move(memory, at, out=out)
+        return lambda row: move(int(self.slots[row]))
 
     def clear(self, rows: Sequence[int]) -> None:
         """Set the states of rows to zero. Stream: enqueues one kernel for each run of neighbouring slots."""

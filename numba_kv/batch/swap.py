@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from numba_kv.batch.row_copies import RowCopies
 from numba_kv.batch.swapped import HostBlocks, Piece, SwappedSequence
 from numba_kv.cache.kv_dense import DenseCopies, page_nbytes
 from numba_kv.dtypes import dtype
@@ -53,11 +54,12 @@ class RowSwaps:
         swapped = SwappedSequence(numbers, length, prompt_tokens, nbytes, pieces, block, forget)
         self._swapped.append(swapped)
         try:
+            copies = self._bound(swapped, out=True)
             stepper.start_copies()
         except BaseException:
             self.forget(swapped)
             raise
-        self._copy(swapped, row, out=True)
+        stepper.stats.launches += copies.run(row)
         stepper.update([row], [])
         stepper.stats.swapped_out += 1
         stepper.stats.swapped_out_bytes += nbytes
@@ -74,10 +76,11 @@ class RowSwaps:
         stepper, full = self._stepper, self._stepper.plan.groups[0]
         peak, base, *begins = swapped.numbers
         pages = 0 if full.is_empty else ceil_div(swapped.length, full.page_tokens)
+        copies = self._bound(swapped, out=False)
         row = self._placement.start(swapped.prompt_tokens, pages, f"a sequence of {swapped.length} tokens that comes back")
         stepper.ledger.set_base(row, base)
         self._placement.place([(row, swapped.length, peak, np.array(begins, np.int64))])
-        self._copy(swapped, row, out=False)
+        stepper.stats.launches += copies.run(row)
         stepper.stats.rotated_pages -= sum(begins[1:])  # counted when it was swapped out
         stepper.stats.swapped_in += 1
         stepper.stats.swapped_in_bytes += swapped.nbytes
@@ -117,14 +120,13 @@ class RowSwaps:
                 at += round_up((end - first) * page_nbytes(group, slab, self._itemsize), _ALIGNMENT)
         return found, at
 
-    def _copy(self, swapped: SwappedSequence, row: int, *, out: bool) -> None:
+    def _bound(self, swapped: SwappedSequence, *, out: bool) -> RowCopies:
+        """Return the copies of a swapped sequence's pages and states; nothing is enqueued."""
+        copies = RowCopies()
         for piece in swapped.pieces:
-            self._copies.pages(piece.group, piece.slab, swapped.memory, piece.at, row, piece.first, piece.count, out=out)
-            self._stepper.stats.launches += bool(piece.count)
-        states = self._stepper.launches.states
-        if states is not None:
-            states.move(row, swapped.memory, 0, out=out)
-            self._stepper.stats.launches += 2
+            copies.add(self._copies.pages(piece.group, piece.slab, swapped.memory, piece.at, piece.first, piece.count, out=out))
+        copies.add_states(self._stepper.launches.states, swapped.memory, 0, out=out)
+        return copies
 
     @property
     def _state_nbytes(self) -> int:

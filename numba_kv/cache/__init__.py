@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from numba_kv.cache.attention import PagedAttention
+from numba_kv.cache.attention_bound import BoundAttention
 from numba_kv.cache.hybrid import HybridCacheManager
 from numba_kv.cache.kv_bound import BoundCall
 from numba_kv.cache.kv_cache import KVCacheManager, LayerStorage
@@ -15,6 +16,7 @@ from numba_kv.cache.step_buffers import StepBuffers
 
 __all__ = [
     "KVIO",
+    "BoundAttention",
     "BoundCall",
     "HeadNorm",
     "HybridCacheManager",

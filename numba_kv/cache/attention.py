@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Protocol
 
-from numba_kv.cache.attention_launch import AttentionMemory
+from numba_kv.cache.attention_bound import BoundAttention
+from numba_kv.cache.attention_launch import AttentionMemory, LayerCut
 from numba_kv.cache.attention_operands import (
     Bound,
     StepKV,
@@ -107,9 +108,7 @@ class PagedAttention(Unique):
         """Return whether queries of this step see keys that are not in pages: `attend_long` is wanted then. Host only."""
         self._guard.check_open()
         self._check_view(view)
-        group = self._caches.plan.groups[self._caches.storage(layer).group]
-        keeps_all = group.ring >= group.row_pages
-        return view.is_long and not group.window.is_full and not keeps_all
+        return view.is_long and not self._keeps_all(layer)
 
     def gather_carry(self, layer: int, carry_k: Any, carry_v: Any, view: _Step, *, stream: object | None = None) -> None:
         """Read the tokens that a long step's first queries see, before the step's K and V are written over them.
@@ -181,11 +180,38 @@ class PagedAttention(Unique):
         """
         with self._guard:
             if self.needs_step_kv(layer, view):
-                raise InputError(
-                    f"view: a row appended more than max_step_tokens ({self._caches.plan.config.max_step_tokens}), and layer "
-                    f"{layer} keeps a window ({self._caches.storage(layer).window}): not all keys are in pages; use attend_long"
-                )
+                raise InputError(self._why_long(layer))
             self._attend(layer, q, out, view, scale, soft_cap, sinks, None, stream)
+
+    def bind_attend(
+        self,
+        layer: int,
+        q: Any,
+        out: Any,
+        *,
+        scale: float | None = None,
+        soft_cap: float | None = None,
+        sinks: Any = None,
+    ) -> BoundAttention:
+        """Return `attend` bound to these arrays and numbers: a call that takes the view of a step.
+
+        Raises as `attend` does. Cost: compiles on first use. Enqueues nothing.
+        """
+        with self._guard:
+            tensors = [as_tensor(self._device, q, "q"), as_tensor(self._device, out, "out")]
+            if sinks is not None:
+                tensors.append(as_tensor(self._device, sinks, "sinks"))
+            pool, factors = self._caches.by_token(layer), self._factors(layer)
+            bound = self._bind(layer, pool, q, out, sinks, None)
+            return BoundAttention(
+                self._guard,
+                self._buffers,
+                bound,
+                self._cut(layer, bound),
+                self._numbers(layer, scale, soft_cap),
+                None if self._keeps_all(layer) else self._why_long(layer),
+                [pool, *tensors, *([] if factors is None else [factors])],
+            )
 
     def attend_long(
         self,
@@ -254,9 +280,7 @@ class PagedAttention(Unique):
         device, caches = self._device, self._caches
         pool, storage = caches.by_token(layer), caches.storage(layer)
         where: Stream = device.stream if stream is None else device.as_capturing_stream(stream)
-        heads, dim = storage.num_kv_heads, storage.head_dim
-        product = dim**-0.5 if scale is None else checked_number("scale", scale, positive=False)
-        cap = 0.0 if soft_cap is None else checked_number("soft_cap", soft_cap, positive=True)
+        product, cap = self._numbers(layer, scale, soft_cap)
         tensors = [as_tensor(device, q, "q"), as_tensor(device, out, "out")]
         if sinks is not None:
             tensors.append(as_tensor(device, sinks, "sinks"))
@@ -274,11 +298,31 @@ class PagedAttention(Unique):
             names = "q, out" if step_kv is None else "q, out, k, v"
             raise ShapeError(f"{names}: {bound.tokens} tokens given, {view.num_tokens} wanted")
         longest = caches.plan.config.max_kv_cache_capacity if stream is not None else view.kv_len_upper
-        keys = longest if storage.window.is_full else min(longest, storage.window.tokens)
-        group = bound.q_heads // heads
-        queries, is_near = self._memory.target.queries(group, dim, view.max_query_tokens == 1)
-        cut = self._memory.cut(view.num_tokens, heads, group, queries, dim, is_near, keys)
+        cut = self._cut(layer, bound).of(view.num_tokens, longest, view.max_query_tokens == 1)
         bound.run(cut, where, product, cap)
+
+    def _keeps_all(self, layer: int) -> bool:
+        """Return whether queries of every step find their keys in pages."""
+        group = self._caches.plan.groups[self._caches.storage(layer).group]
+        return group.window.is_full or group.ring >= group.row_pages
+
+    def _why_long(self, layer: int) -> str:
+        return (
+            f"view: a row appended more than max_step_tokens ({self._caches.plan.config.max_step_tokens}), and layer "
+            f"{layer} keeps a window ({self._caches.storage(layer).window}): not all keys are in pages; use attend_long"
+        )
+
+    def _numbers(self, layer: int, scale: float | None, soft_cap: float | None) -> tuple[float, float]:
+        """Return what products are multiplied by, and the soft cap; 0 for none."""
+        dim = self._caches.storage(layer).head_dim
+        product = dim**-0.5 if scale is None else checked_number("scale", scale, positive=False)
+        return product, 0.0 if soft_cap is None else checked_number("soft_cap", soft_cap, positive=True)
+
+    def _cut(self, layer: int, bound: Bound) -> LayerCut:
+        storage = self._caches.storage(layer)
+        heads, window = storage.num_kv_heads, storage.window
+        most = None if window.is_full else window.tokens
+        return LayerCut(self._memory, heads, bound.q_heads // heads, storage.head_dim, most)
 
     def _bind(self, layer: int, pool: Tensor, q: Any, out: Any, sinks: Any, step_kv: tuple[Any, Any, Any, Any] | None) -> Bound:
         device, storage = self._device, self._caches.storage(layer)

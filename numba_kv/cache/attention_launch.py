@@ -17,7 +17,7 @@ from numba_kv.kernels.block_memory import NEAR_FLOATS, NEAR_LANES
 if TYPE_CHECKING:
     from numba_kv.device import Device, Tensor
 
-__all__ = ["AttentionMemory", "Cut", "Target", "target_of"]
+__all__ = ["AttentionMemory", "Cut", "LayerCut", "Target", "target_of"]
 
 #: Blocks of 128 lanes that keep a large GPU busy: fewer are split.
 _BUSY_BLOCKS = 512
@@ -121,3 +121,30 @@ class AttentionMemory:
         """Give the arrays back. Stream: enqueues."""
         for tensor in (self.floats, self.integers, self.partial):
             tensor._memory.close(self._device.stream)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCut:
+    """How steps of one layer are cut.
+
+    Attributes
+    ----------
+    memory : AttentionMemory
+        What launches share.
+    heads, group, dim : int
+        KV heads, query heads of each, channels.
+    window_tokens : int or None
+        Most keys that a query sees; None: all.
+    """
+
+    memory: AttentionMemory
+    heads: int
+    group: int
+    dim: int
+    window_tokens: int | None
+
+    def of(self, num_tokens: int, longest: int, decodes: bool) -> Cut:
+        """Return the cut of a step whose longest row has `longest` tokens; `decodes`: no row appends more than one."""
+        keys = longest if self.window_tokens is None else min(longest, self.window_tokens)
+        queries, is_near = self.memory.target.queries(self.group, self.dim, decodes)
+        return self.memory.cut(num_tokens, self.heads, self.group, queries, self.dim, is_near, keys)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import math
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -59,20 +60,26 @@ class Bound:
 
     def run(self, cut: Cut, stream: Stream, scale: float, soft_cap: float) -> None:
         """Enqueue them; no soft cap is 0."""
+        scalars = _scalars(cut, scale, soft_cap)
         for launch in self.attend:
-            launch(
-                cut.workers,
-                stream,
-                num_tokens=cut.num_tokens,
-                works=cut.works,
-                workers=max(1, cut.workers),
-                splits=cut.splits,
-                queries=cut.queries,
-                scale=float_bits(scale),
-                soft_cap=float_bits(soft_cap),
-            )
+            launch(cut.workers, stream, **scalars)
         if cut.splits > 1:
             self.merge(cut.num_tokens * self.q_heads, stream, splits=cut.splits)
+
+    def repeated(self, cut: Cut, scale: float, soft_cap: float) -> list[Callable[[Stream], None]]:
+        """Return functions that enqueue them each time; see `Launch.repeated`."""
+        for launch in self.attend:
+            launch.set(**_scalars(cut, scale, soft_cap))
+        found = [launch.repeated(cut.workers) for launch in self.attend]
+        if cut.splits > 1:
+            self.merge.set(splits=cut.splits)
+            found.append(self.merge.repeated(cut.num_tokens * self.q_heads))
+        return found
+
+
+def _scalars(cut: Cut, scale: float, soft_cap: float) -> dict[str, int]:
+    numbers = {"num_tokens": cut.num_tokens, "works": cut.works, "splits": cut.splits, "queries": cut.queries}
+    return numbers | {"workers": max(1, cut.workers), "scale": float_bits(scale), "soft_cap": float_bits(soft_cap)}
 
 
 def float_bits(value: float) -> int:

@@ -37,11 +37,12 @@ class BoundCall(Unique):
     Stream: enqueues. Cost: one launch; with other tokens than the time before, a few microseconds more.
     """
 
-    __slots__ = ("_again", "_device", "_guard", "_keep", "_launch", "_memory", "_tokens", "max_tokens")
+    __slots__ = ("_again", "_device", "_guard", "_keep", "_launch", "_lock", "_memory", "_tokens", "max_tokens")
 
     def __init__(self, device: Device, guard: CallGuard, call: Call) -> None:
         self._device = device
         self._guard = guard
+        self._lock = guard.lock
         self._memory = call.pool._memory
         self._keep = call.tensors
         self._launch = call.bind()
@@ -69,10 +70,12 @@ class BoundCall(Unique):
             After the `KVIO` or the resources were closed, while a call of it runs in another thread, or if the stream is
             neither of the two.
         """
-        guard = self._guard
-        guard.take()
+        lock = self._lock
+        if not lock.acquire(False):
+            self._guard.take()  # says why not
         try:
-            if self._memory.is_closed:
+            if self._guard.is_closed or self._memory.is_closed:
+                self._guard.check_open()
                 raise StateError("the pools are gone; SharedResources was closed")
             if tokens is not None and tokens != self._tokens:
                 self._aim(tokens)
@@ -82,7 +85,7 @@ class BoundCall(Unique):
                 with self._device.active():
                     self._again(self._device.as_capturing_stream(stream))
         finally:
-            guard.release()
+            lock.release()
 
     def _aim(self, tokens: int) -> None:
         """Prepare the launch for a number of tokens."""

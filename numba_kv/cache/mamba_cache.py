@@ -261,11 +261,23 @@ class MambaCacheManager(StateVerification):
         Stream: enqueues two kernels.
         """
         with self.guard:
-            number, copies = self.checked_slot("slot", slot), self._with_states()
+            number = self.checked_slot("slot", slot)
+            self.bind_move(memory, at, out=out)(number)
+
+    def bind_move(self, memory: Memory, at: int, *, out: bool) -> Callable[[int], None]:
+        """Return `move_slot` to memory of the caller, or back, as a call that takes a slot and cannot fail to compile.
+
+        Raises
+        ------
+        ShapeError, StateError
+            As `move_slot`.
+        """
+        with self.guard:
+            copies = self._with_states()
             if at < 0 or at % 8 or at + copies.slot_nbytes > memory.nbytes:
                 wanted = f"{copies.slot_nbytes} bytes at a multiple of 8 within {memory.nbytes}"
                 raise ShapeError(f"at: {at} given, {wanted} wanted")
-            copies.move(number, memory, at, out=out)
+            return copies.bind_move(memory, at, out=out)
 
     def checked_slot(self, name: str, slot: object) -> int:
         """Return a slot number; `name` is for messages.

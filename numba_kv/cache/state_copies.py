@@ -133,25 +133,28 @@ class StateCopies:
         """Bytes of a slot outside of the pools: the layers of one kind follow each other at whole words."""
         return sum(self._layers * round_up(pool.slot_nbytes, WORD) for pool in self._pools.values())
 
-    def move(self, slot: int, memory: Memory, at: int, *, out: bool) -> None:
-        """Copy a slot to the `slot_nbytes` bytes of `memory` from `at` on, or back; at is a multiple of 8."""
+    def bind_move(self, memory: Memory, at: int, *, out: bool) -> Callable[[int], None]:
+        """Return what copies a slot to the `slot_nbytes` bytes of `memory` from `at` on, or back; at is a multiple of 8."""
+        launches, name = [], "from_slot" if out else "to_slot"
         for pool in self._pools.values():
             stride = round_up(pool.slot_nbytes, WORD)  # so that whole words stay whole
             kind = dtype(pool.plan.dtype)
             dense = Tensor(memory, self._device, kind, (self._layers * stride // kind.itemsize,), offset_nbytes=at)
             inside, outside = (pool.whole(), pool.plan.layer_nbytes, self._slots), (dense, stride, 1)
-            if out:
-                launch, items = self._bind(pool, outside, inside, self._layers, from_slot=slot)
-            else:
-                launch, items = self._bind(pool, inside, outside, self._layers, to_slot=slot)
-            launch(items, self._device.stream)
+            launches.append(self._bind(pool, *((outside, inside) if out else (inside, outside)), self._layers))
             at += self._layers * stride
+
+        def move(slot: int) -> None:
+            for launch, items in launches:
+                launch(items, self._device.stream, **{name: slot})
+
+        return move
 
     def capture(self, slot: int) -> SlotState:
         """Return a copy of a slot; see `MambaCacheManager.capture_slot`."""
         memory = self._device.allocate(self.slot_nbytes)
         try:
-            self.move(slot, memory, 0, out=True)
+            self.bind_move(memory, 0, out=True)(slot)
         except BaseException:
             memory.close(self._device.stream)
             raise

@@ -32,6 +32,9 @@ class CallGuard:
 
     Attributes
     ----------
+    lock : RLock
+        What a call holds. `take` and `release` are the way to it; a call of a few microseconds on an object that cannot be
+        spoiled takes it by itself, without waiting, and looks at `is_closed`.
     host : HostCalls
         The same for calls that do not touch the device: cheaper, as the current device is left alone.
     is_closed : bool
@@ -46,7 +49,7 @@ class CallGuard:
         self._device = device
         self._name = name
         self._poisons = poisons
-        self._lock = threading.RLock()  # the thread that was interrupted in a call can still close the object
+        self.lock = threading.RLock()  # the thread that was interrupted in a call can still close the object
         self._is_busy = False
         self._held: list[object] = []  # one a call: an object that cannot be spoiled may be called inside a call
         self.host = HostCalls(self)
@@ -79,14 +82,14 @@ class CallGuard:
         StateError
             If another call is running, or the object is closed or poisoned.
         """
-        if not self._lock.acquire(False):
+        if not self.lock.acquire(False):
             self._refuse_thread()
         try:
             if self.is_closed or self.poison is not None or (self._is_busy and self._poisons):
                 self._refuse()
             self._is_busy = True
         except BaseException:
-            self._lock.release()
+            self.lock.release()
             raise
 
     def _refuse(self) -> NoReturn:
@@ -100,7 +103,7 @@ class CallGuard:
     def release(self) -> None:
         """Let the next call in."""
         self._is_busy = False
-        self._lock.release()
+        self.lock.release()
 
     def check_open(self) -> None:
         """Raise StateError after `close`."""
@@ -115,10 +118,10 @@ class CallGuard:
         StateError
             If a call is running in another thread.
         """
-        if not self._lock.acquire(False):
+        if not self.lock.acquire(False):
             self._refuse_thread()
         self.is_closed = True
-        self._lock.release()
+        self.lock.release()
 
     def _refuse_thread(self) -> NoReturn:
         raise StateError(f"{self._name} is in use by another thread; calls must not overlap")

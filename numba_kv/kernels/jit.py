@@ -30,7 +30,7 @@ from numba_kv.device.cuda_device import CudaDevice
 from numba_kv.device.device import Device
 from numba_kv.device.tensor import Tensor
 from numba_kv.errors import InputError, InvariantError
-from numba_kv.kernels.spec import Argument
+from numba_kv.kernels.spec import Argument, array
 
 if TYPE_CHECKING:
     import numpy as np
@@ -208,6 +208,22 @@ class Kernel:
             made.name = f"{self.name}_{'_'.join(map(str, key))}".replace("-", "m")
             self._variants[key] = made
         return self._variants[key]
+
+    def over(self, name: str, **kinds: str) -> Kernel:
+        """Declare the kernel over arrays of other element types, under a name of its own: a definition less.
+
+        Raises
+        ------
+        InputError
+            If one of them is not an array of the kernel.
+        """
+        for each in kinds:
+            if each not in self.arguments or self.arguments[each].dtype is None:
+                raise InputError(f"kernel {self.name}: {each!r} is not one of its arrays")
+        arguments = {n: a if n not in kinds else array(kinds[n], a.ndim) for n, a in self.arguments.items()}
+        made = Kernel(self.function, arguments, self.block_form, self.open)
+        made.name = name
+        return _registered(made)
 
     @property
     def num_words(self) -> int:
@@ -415,16 +431,19 @@ def _runner(launch: Launch) -> Callable[[int, Stream], None]:
     return cpu_runner(launch)
 
 
+def _registered(made: Kernel) -> Kernel:
+    if made.function.__module__.startswith(f"{__package__}."):
+        _REGISTRY[made.name] = made
+    return made
+
+
 def kernel(
     *, block_form: bool = False, open_scalars: Iterable[str] = (), **arguments: Argument
 ) -> Callable[[Callable[..., None]], Kernel]:
     """Declare a kernel; see the module docstring. One with open scalars is a pattern, see `Kernel.fixed`."""
 
     def decorate(function: Callable[..., None]) -> Kernel:
-        made = Kernel(function, arguments, block_form, open_scalars)
-        if function.__module__.startswith(f"{__package__}."):
-            _REGISTRY[made.name] = made
-        return made
+        return _registered(Kernel(function, arguments, block_form, open_scalars))
 
     return decorate
 

@@ -7,47 +7,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from numba_kv.kernels.jit import kernel, routine
+from numba_kv.kernels.jit import kernel
 from numba_kv.kernels.spec import array, scalar
 from numba_kv.kernels.wide_access import load_16, store_16
 from numba_kv.kernels.wide_rows import divided
 
 __all__ = ["copy_page_bytes", "copy_page_units", "copy_page_words"]
-
-
-@routine
-def copy_part(
-    item,
-    lane,
-    lanes,
-    slab,
-    pairs,
-    layers,
-    halves,
-    parts,
-    part_size,
-    page_size,
-    layer_stride,
-    half_stride,
-    num_pages,
-    num_targets,
-):
-    """Copy one part of one page of one half of one layer; a pair whose source or target is not a page is left out."""
-    plane = np.int64(item) // parts
-    first = (np.int64(item) - plane * parts) * part_size
-    layer = plane // halves
-    half = plane - layer * halves
-    pair = layer // layers
-    layer -= pair * layers
-    source, target = np.int64(pairs[pair, 0]), np.int64(pairs[pair, 1])
-    if source >= 0 and source < num_pages and target >= 0 and target < num_targets:
-        base = layer * layer_stride + half * half_stride + first
-        at_from, to = np.uint64(base + source * page_size), np.uint64(base + target * page_size)
-        step, stop = np.uint64(lanes), np.uint64(min(part_size, page_size - first))
-        j = np.uint64(lane)
-        while j < stop:
-            slab[to + j] = slab[at_from + j]
-            j += step
 
 
 @kernel(
@@ -85,71 +50,25 @@ def copy_page_words(
     Sources are below `num_pages`, targets below `num_targets`; other pairs are left out. No page is a target twice, nor a
     target and a source. Item: a part of a page, by pair, layer, half and part; lanes share its words.
     """
-    copy_part(
-        item,
-        lane,
-        lanes,
-        slab,
-        pairs,
-        layers,
-        halves,
-        parts,
-        part_size,
-        page_size,
-        layer_stride,
-        half_stride,
-        num_pages,
-        num_targets,
-    )
+    plane = np.int64(item) // parts
+    first = (np.int64(item) - plane * parts) * part_size
+    layer = plane // halves
+    half = plane - layer * halves
+    pair = layer // layers
+    layer -= pair * layers
+    source, target = np.int64(pairs[pair, 0]), np.int64(pairs[pair, 1])
+    if source >= 0 and source < num_pages and target >= 0 and target < num_targets:
+        base = layer * layer_stride + half * half_stride + first
+        at_from, to = np.uint64(base + source * page_size), np.uint64(base + target * page_size)
+        step, stop = np.uint64(lanes), np.uint64(min(part_size, page_size - first))
+        j = np.uint64(lane)
+        while j < stop:
+            slab[to + j] = slab[at_from + j]
+            j += step
 
 
-@kernel(
-    block_form=True,
-    slab=array("uint8"),
-    pairs=array("int32", 2),
-    layers=scalar(),
-    halves=scalar(),
-    parts=scalar(),
-    part_size=scalar(),
-    page_size=scalar(),
-    layer_stride=scalar(),
-    half_stride=scalar(),
-    num_pages=scalar(),
-    num_targets=scalar(),
-)
-def copy_page_bytes(
-    item,
-    lane,
-    lanes,
-    slab,
-    pairs,
-    layers,
-    halves,
-    parts,
-    part_size,
-    page_size,
-    layer_stride,
-    half_stride,
-    num_pages,
-    num_targets,
-):
-    """Copy pages whose size is not of whole words: `copy_page_words` in bytes."""
-    copy_part(
-        item,
-        lane,
-        lanes,
-        slab,
-        pairs,
-        layers,
-        halves,
-        parts,
-        part_size,
-        page_size,
-        layer_stride,
-        half_stride,
-        num_pages,
-        num_targets,
-    )
+#: Pages whose size is not of whole words: `copy_page_words` in bytes.
+copy_page_bytes = copy_page_words.over("copy_page_bytes", slab="uint8")
 
 
 @kernel(

@@ -8,49 +8,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from numba_kv.kernels.jit import kernel, routine
+from numba_kv.kernels.jit import kernel
 from numba_kv.kernels.spec import array, scalar
 
 __all__ = ["copy_dense_bytes", "copy_dense_words"]
-
-
-@routine
-def copy_positions(
-    item, lane, lanes, slab, dense, block_tables, row_at, first, count, shift, halves, parts, part_size, heads, dim,
-    layer_stride, half_stride, page_stride, token_stride, head_stride, num_pages, to_dense,
-):  # fmt: skip
-    """Copy one part of one position of one half of one layer."""
-    plane = np.int64(item) // parts
-    start = (np.int64(item) - plane * parts) * part_size
-    place = plane // count
-    i = plane - place * count
-    layer = place // halves
-    half = place - layer * halves
-    position = first + i
-    logical = position >> shift
-    page = np.int64(block_tables[row_at + logical])
-    is_page = page >= 0 and page < num_pages
-    base = layer * layer_stride + half * half_stride + (position - (logical << shift)) * token_stride
-    if is_page:
-        base += page * page_stride
-    step, stop = np.uint64(lanes), np.uint64(min(start + part_size, dim))
-    for head in range(heads):
-        at = np.uint64(base + head * head_stride)
-        to = np.uint64((plane * heads + head) * dim)
-        j = np.uint64(start + lane)
-        if to_dense == 0:
-            if is_page:
-                while j < stop:
-                    slab[at + j] = dense[to + j]
-                    j += step
-        elif is_page:
-            while j < stop:
-                dense[to + j] = slab[at + j]
-                j += step
-        else:
-            while j < stop:
-                dense[to + j] = 0
-                j += step
 
 
 @kernel(
@@ -85,40 +46,38 @@ def copy_dense_words(
     Strides are of the slab. Positions whose entry is not one of `num_pages` pages become zeros in the dense array, and are left
     out on the way back. Item: a part of a position, by layer, half and position; lanes share its words.
     """
-    copy_positions(
-        item, lane, lanes, slab, dense, block_tables, row_at, first, count, shift, halves, parts, part_size, heads, dim,
-        layer_stride, half_stride, page_stride, token_stride, head_stride, num_pages, to_dense,
-    )  # fmt: skip
+    plane = np.int64(item) // parts
+    start = (np.int64(item) - plane * parts) * part_size
+    place = plane // count
+    i = plane - place * count
+    layer = place // halves
+    half = place - layer * halves
+    position = first + i
+    logical = position >> shift
+    page = np.int64(block_tables[row_at + logical])
+    is_page = page >= 0 and page < num_pages
+    base = layer * layer_stride + half * half_stride + (position - (logical << shift)) * token_stride
+    if is_page:
+        base += page * page_stride
+    step, stop = np.uint64(lanes), np.uint64(min(start + part_size, dim))
+    for head in range(heads):
+        at = np.uint64(base + head * head_stride)
+        to = np.uint64((plane * heads + head) * dim)
+        j = np.uint64(start + lane)
+        if to_dense == 0:
+            if is_page:
+                while j < stop:
+                    slab[at + j] = dense[to + j]
+                    j += step
+        elif is_page:
+            while j < stop:
+                dense[to + j] = slab[at + j]
+                j += step
+        else:
+            while j < stop:
+                dense[to + j] = 0
+                j += step
 
 
-@kernel(
-    block_form=True,
-    slab=array("uint8"),
-    dense=array("uint8"),
-    block_tables=array("int32"),
-    row_at=scalar(),
-    first=scalar(),
-    count=scalar(),
-    shift=scalar(),
-    halves=scalar(),
-    parts=scalar(),
-    part_size=scalar(),
-    heads=scalar(),
-    dim=scalar(),
-    layer_stride=scalar(),
-    half_stride=scalar(),
-    page_stride=scalar(),
-    token_stride=scalar(),
-    head_stride=scalar(),
-    num_pages=scalar(),
-    to_dense=scalar(),
-)
-def copy_dense_bytes(
-    item, lane, lanes, slab, dense, block_tables, row_at, first, count, shift, halves, parts, part_size, heads, dim,
-    layer_stride, half_stride, page_stride, token_stride, head_stride, num_pages, to_dense,
-):  # fmt: skip
-    """Copy rows whose sizes are not of whole words: `copy_dense_words` in bytes."""
-    copy_positions(
-        item, lane, lanes, slab, dense, block_tables, row_at, first, count, shift, halves, parts, part_size, heads, dim,
-        layer_stride, half_stride, page_stride, token_stride, head_stride, num_pages, to_dense,
-    )  # fmt: skip
+#: Rows whose sizes are not of whole words: `copy_dense_words` in bytes.
+copy_dense_bytes = copy_dense_words.over("copy_dense_bytes", slab="uint8", dense="uint8")

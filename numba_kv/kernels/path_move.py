@@ -13,19 +13,43 @@ from __future__ import annotations
 
 import numpy as np
 
-from numba_kv.kernels.jit import kernel, routine
+from numba_kv.kernels.jit import kernel
 from numba_kv.kernels.layout import SHIFT, TABLE_AT, WIDTH
 from numba_kv.kernels.spec import array, scalar
 
 __all__ = ["move_token_bytes", "move_token_words"]
 
 
-@routine
-def move_path(
+@kernel(
+    block_form=True,
+    slab=array("uint64"),
+    nodes=array("int32", 2),
+    page_tables=array("int32"),
+    groups=array("int64", 2),
+    lengths=array("int32", 2),
+    appended=array("int32", 2),
+    floors=array("int32"),
+    group=scalar(),
+    layers=scalar(),
+    halves=scalar(),
+    heads=scalar(),
+    dim=scalar(),
+    layer_stride=scalar(),
+    half_stride=scalar(),
+    page_stride=scalar(),
+    token_stride=scalar(),
+    head_stride=scalar(),
+    num_pages=scalar(),
+)
+def move_token_words(
     item, lane, lanes, slab, nodes, page_tables, groups, lengths, appended, floors,
     group, layers, halves, heads, dim, layer_stride, half_stride, page_stride, token_stride, head_stride, num_pages,
 ):  # fmt: skip
-    """Move the tokens of one row in one half of one layer."""
+    """Move token ``nodes[row, i]`` of each row's last step to place i of the step; sizes in words.
+
+    An id that does not rise, is below its place or not in the step moves nothing (-1: none); nor does one whose page is not
+    mapped, or whose place lies below the row's floor. Item: a half of a layer of a row; lanes share a token's words.
+    """
     plane = np.int64(item) // halves
     half = np.int64(item) - plane * halves
     row = plane // layers
@@ -59,69 +83,5 @@ def move_path(
                         j += step
 
 
-@kernel(
-    block_form=True,
-    slab=array("uint64"),
-    nodes=array("int32", 2),
-    page_tables=array("int32"),
-    groups=array("int64", 2),
-    lengths=array("int32", 2),
-    appended=array("int32", 2),
-    floors=array("int32"),
-    group=scalar(),
-    layers=scalar(),
-    halves=scalar(),
-    heads=scalar(),
-    dim=scalar(),
-    layer_stride=scalar(),
-    half_stride=scalar(),
-    page_stride=scalar(),
-    token_stride=scalar(),
-    head_stride=scalar(),
-    num_pages=scalar(),
-)
-def move_token_words(
-    item, lane, lanes, slab, nodes, page_tables, groups, lengths, appended, floors,
-    group, layers, halves, heads, dim, layer_stride, half_stride, page_stride, token_stride, head_stride, num_pages,
-):  # fmt: skip
-    """Move token ``nodes[row, i]`` of each row's last step to place i of the step; sizes in words.
-
-    An id that does not rise, is below its place or not in the step moves nothing (-1: none); nor does one whose page is not
-    mapped, or whose place lies below the row's floor. Item: a half of a layer of a row; lanes share a token's words.
-    """
-    move_path(
-        item, lane, lanes, slab, nodes, page_tables, groups, lengths, appended, floors,
-        group, layers, halves, heads, dim, layer_stride, half_stride, page_stride, token_stride, head_stride, num_pages,
-    )  # fmt: skip
-
-
-@kernel(
-    block_form=True,
-    slab=array("uint8"),
-    nodes=array("int32", 2),
-    page_tables=array("int32"),
-    groups=array("int64", 2),
-    lengths=array("int32", 2),
-    appended=array("int32", 2),
-    floors=array("int32"),
-    group=scalar(),
-    layers=scalar(),
-    halves=scalar(),
-    heads=scalar(),
-    dim=scalar(),
-    layer_stride=scalar(),
-    half_stride=scalar(),
-    page_stride=scalar(),
-    token_stride=scalar(),
-    head_stride=scalar(),
-    num_pages=scalar(),
-)
-def move_token_bytes(
-    item, lane, lanes, slab, nodes, page_tables, groups, lengths, appended, floors,
-    group, layers, halves, heads, dim, layer_stride, half_stride, page_stride, token_stride, head_stride, num_pages,
-):  # fmt: skip
-    """Move tokens whose sizes are not of whole words: `move_token_words` in bytes."""
-    move_path(
-        item, lane, lanes, slab, nodes, page_tables, groups, lengths, appended, floors,
-        group, layers, halves, heads, dim, layer_stride, half_stride, page_stride, token_stride, head_stride, num_pages,
-    )  # fmt: skip
+#: Tokens whose sizes are not of whole words: `move_token_words` in bytes.
+move_token_bytes = move_token_words.over("move_token_bytes", slab="uint8")

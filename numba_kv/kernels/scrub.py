@@ -31,12 +31,36 @@ def scrubbed(word, bits, size, exponent, mode):
     return word
 
 
-@routine
-def scrub_part(
+@kernel(
+    block_form=True,
+    open_scalars=("bits",),
+    slab=array("uint64"),
+    block_tables=array("int32"),
+    row_at=scalar(),
+    first=scalar(),
+    count=scalar(),
+    halves=scalar(),
+    parts=scalar(),
+    part_size=scalar(),
+    page_size=scalar(),
+    layer_stride=scalar(),
+    half_stride=scalar(),
+    num_pages=scalar(),
+    bits=scalar(),
+    size=scalar(),
+    exponent=scalar(),
+    mode=scalar(),
+)
+def scrub_pages(
     item, lane, lanes, slab, block_tables, row_at, first, count, halves, parts, part_size, page_size, layer_stride,
     half_stride, num_pages, bits, size, exponent, mode,
 ):  # fmt: skip
-    """Scrub one part of one page in one half of one layer."""
+    """Scrub logical pages [first, first + count) of a row in every layer and half; sizes in units of `bits` bits.
+
+    `row_at` is the first element of the row in `block_tables`; entries that are not one of `num_pages` pages are left out, so
+    the null page stays zeros. `size` bits an element, `exponent` the bits that are set in all numbers that are not finite.
+    Item: a part of a page, by layer, half and page; lanes share its units.
+    """
     plane = np.int64(item) // parts
     start = (np.int64(item) - plane * parts) * part_size
     place = plane // count
@@ -53,122 +77,8 @@ def scrub_part(
             j += step
 
 
-@kernel(
-    block_form=True,
-    slab=array("uint64"),
-    block_tables=array("int32"),
-    row_at=scalar(),
-    first=scalar(),
-    count=scalar(),
-    halves=scalar(),
-    parts=scalar(),
-    part_size=scalar(),
-    page_size=scalar(),
-    layer_stride=scalar(),
-    half_stride=scalar(),
-    num_pages=scalar(),
-    size=scalar(),
-    exponent=scalar(),
-    mode=scalar(),
-)
-def scrub_64(
-    item, lane, lanes, slab, block_tables, row_at, first, count, halves, parts, part_size, page_size, layer_stride,
-    half_stride, num_pages, size, exponent, mode,
-):  # fmt: skip
-    """Scrub logical pages [first, first + count) of a row in every layer and half; sizes in words.
-
-    `row_at` is the first element of the row in `block_tables`; entries that are not one of `num_pages` pages are left out, so
-    the null page stays zeros. `size` bits an element, `exponent` the bits that are set in all numbers that are not finite.
-    Item: a part of a page, by layer, half and page; lanes share its words.
-    """
-    scrub_part(
-        item, lane, lanes, slab, block_tables, row_at, first, count, halves, parts, part_size, page_size, layer_stride,
-        half_stride, num_pages, 64, size, exponent, mode,
-    )  # fmt: skip
-
-
-@kernel(
-    block_form=True,
-    slab=array("uint32"),
-    block_tables=array("int32"),
-    row_at=scalar(),
-    first=scalar(),
-    count=scalar(),
-    halves=scalar(),
-    parts=scalar(),
-    part_size=scalar(),
-    page_size=scalar(),
-    layer_stride=scalar(),
-    half_stride=scalar(),
-    num_pages=scalar(),
-    size=scalar(),
-    exponent=scalar(),
-    mode=scalar(),
-)
-def scrub_32(
-    item, lane, lanes, slab, block_tables, row_at, first, count, halves, parts, part_size, page_size, layer_stride,
-    half_stride, num_pages, size, exponent, mode,
-):  # fmt: skip
-    """Scrub pages whose size is not of whole words: `scrub_64` in units of 32 bits."""
-    scrub_part(
-        item, lane, lanes, slab, block_tables, row_at, first, count, halves, parts, part_size, page_size, layer_stride,
-        half_stride, num_pages, 32, size, exponent, mode,
-    )  # fmt: skip
-
-
-@kernel(
-    block_form=True,
-    slab=array("uint16"),
-    block_tables=array("int32"),
-    row_at=scalar(),
-    first=scalar(),
-    count=scalar(),
-    halves=scalar(),
-    parts=scalar(),
-    part_size=scalar(),
-    page_size=scalar(),
-    layer_stride=scalar(),
-    half_stride=scalar(),
-    num_pages=scalar(),
-    size=scalar(),
-    exponent=scalar(),
-    mode=scalar(),
-)
-def scrub_16(
-    item, lane, lanes, slab, block_tables, row_at, first, count, halves, parts, part_size, page_size, layer_stride,
-    half_stride, num_pages, size, exponent, mode,
-):  # fmt: skip
-    """Scrub pages whose size is not of whole words: `scrub_64` in units of 16 bits."""
-    scrub_part(
-        item, lane, lanes, slab, block_tables, row_at, first, count, halves, parts, part_size, page_size, layer_stride,
-        half_stride, num_pages, 16, size, exponent, mode,
-    )  # fmt: skip
-
-
-@kernel(
-    block_form=True,
-    slab=array("uint8"),
-    block_tables=array("int32"),
-    row_at=scalar(),
-    first=scalar(),
-    count=scalar(),
-    halves=scalar(),
-    parts=scalar(),
-    part_size=scalar(),
-    page_size=scalar(),
-    layer_stride=scalar(),
-    half_stride=scalar(),
-    num_pages=scalar(),
-    size=scalar(),
-    exponent=scalar(),
-    mode=scalar(),
-)
-def scrub_8(
-    item, lane, lanes, slab, block_tables, row_at, first, count, halves, parts, part_size, page_size, layer_stride,
-    half_stride, num_pages, size, exponent, mode,
-):  # fmt: skip
-    """Scrub pages whose size is not of whole words: `scrub_64` in units of 8 bits."""
-    scrub_part(
-        item, lane, lanes, slab, block_tables, row_at, first, count, halves, parts, part_size, page_size, layer_stride,
-        half_stride, num_pages, 8, size, exponent, mode,
-    )  # fmt: skip
+scrub_64 = scrub_pages.fixed(bits=64)
+#: Pages whose size is not of whole words.
+scrub_32 = scrub_pages.over("scrub_pages_of_32", slab="uint32").fixed(bits=32)
+scrub_16 = scrub_pages.over("scrub_pages_of_16", slab="uint16").fixed(bits=16)
+scrub_8 = scrub_pages.over("scrub_pages_of_8", slab="uint8").fixed(bits=8)

@@ -87,41 +87,8 @@ def clear_states_words(
     clear_part_of_slot(np.int64(item) - place * each, first_slot + place, lane, lanes, recurrent, conv, sizes)
 
 
-@kernel(
-    block_form=True,
-    recurrent=array("uint16"),
-    conv=array("uint16"),
-    first_slot=scalar(),
-    layers=scalar(),
-    part_size=scalar(),
-    recurrent_size=scalar(),
-    recurrent_layer=scalar(),
-    recurrent_parts=scalar(),
-    conv_size=scalar(),
-    conv_layer=scalar(),
-    parts=scalar(),
-)
-def clear_states_halves(
-    item,
-    lane,
-    lanes,
-    recurrent,
-    conv,
-    first_slot,
-    layers,
-    part_size,
-    recurrent_size,
-    recurrent_layer,
-    recurrent_parts,
-    conv_size,
-    conv_layer,
-    parts,
-):
-    """Clear states that are not of whole words: `clear_states_words` in 2-byte units."""
-    each = layers * parts
-    place = np.int64(item) // each
-    sizes = (part_size, recurrent_size, recurrent_layer, recurrent_parts, conv_size, conv_layer, parts)
-    clear_part_of_slot(np.int64(item) - place * each, first_slot + place, lane, lanes, recurrent, conv, sizes)
+#: Clear states that are not of whole words: `clear_states_words` in 2-byte units.
+clear_states_halves = clear_states_words.over("clear_states_halves", recurrent="uint16", conv="uint16")
 
 
 @routine
@@ -182,46 +149,8 @@ def clear_fresh_states_words(
     start_row(edits, state_slots, state_index, record, part == 0, recurrent, conv, part, lane, lanes, sizes)
 
 
-@kernel(
-    block_form=True,
-    recurrent=array("uint16"),
-    conv=array("uint16"),
-    edits=array("int32"),
-    state_slots=array("int32"),
-    state_index=array("int32"),
-    layers=scalar(),
-    part_size=scalar(),
-    recurrent_size=scalar(),
-    recurrent_layer=scalar(),
-    recurrent_parts=scalar(),
-    conv_size=scalar(),
-    conv_layer=scalar(),
-    parts=scalar(),
-)
-def clear_fresh_states_halves(
-    item,
-    lane,
-    lanes,
-    recurrent,
-    conv,
-    edits,
-    state_slots,
-    state_index,
-    layers,
-    part_size,
-    recurrent_size,
-    recurrent_layer,
-    recurrent_parts,
-    conv_size,
-    conv_layer,
-    parts,
-):
-    """Clear states of rows that start, where they are not of whole words: `clear_fresh_states_words` in 2-byte units."""
-    each = layers * parts
-    record = np.int64(item) // each
-    part = np.int64(item) - record * each
-    sizes = (part_size, recurrent_size, recurrent_layer, recurrent_parts, conv_size, conv_layer, parts)
-    start_row(edits, state_slots, state_index, record, part == 0, recurrent, conv, part, lane, lanes, sizes)
+#: Clear states of rows that start, where they are not of whole words: `clear_fresh_states_words` in 2-byte units.
+clear_fresh_states_halves = clear_fresh_states_words.over("clear_fresh_states_halves", recurrent="uint16", conv="uint16")
 
 
 @kernel(edits=array("int32"), state_slots=array("int32"), state_index=array("int32"))
@@ -320,41 +249,5 @@ def copy_states_words(
     copy_slot(item, lane, lanes, target, source, pairs, from_slot, to_slot, layers, parts, part_size, size, strides, limits)
 
 
-@kernel(
-    block_form=True,
-    target=array("uint16"),
-    source=array("uint16"),
-    pairs=array("int32", 2),
-    from_slot=scalar(),
-    to_slot=scalar(),
-    layers=scalar(),
-    parts=scalar(),
-    part_size=scalar(),
-    size=scalar(),
-    target_layer=scalar(),
-    source_layer=scalar(),
-    num_targets=scalar(),
-    num_sources=scalar(),
-)
-def copy_states_halves(
-    item,
-    lane,
-    lanes,
-    target,
-    source,
-    pairs,
-    from_slot,
-    to_slot,
-    layers,
-    parts,
-    part_size,
-    size,
-    target_layer,
-    source_layer,
-    num_targets,
-    num_sources,
-):
-    """Copy states that are not of whole words: `copy_states_words` in 2-byte units."""
-    strides = (target_layer, source_layer)
-    limits = (num_targets, num_sources)
-    copy_slot(item, lane, lanes, target, source, pairs, from_slot, to_slot, layers, parts, part_size, size, strides, limits)
+#: Copy states that are not of whole words: `copy_states_words` in 2-byte units.
+copy_states_halves = copy_states_words.over("copy_states_halves", target="uint16", source="uint16")

@@ -66,14 +66,14 @@ def measure_kv(target: str | None) -> dict[str, object]:
     on_gpu = resolve_target(target) == "cuda"
     sizes = KVSizes() if on_gpu else KVSizes(tokens=4096)
     points: list[dict[str, object]] = []
-    for kind in ("bfloat16", "float8_e4m3"):
-        resources = SharedResources.create_for_llm(_config(kind, sizes), target=target)
+    for kind, layout in (("bfloat16", "NHD"), ("float8_e4m3", "NHD"), ("bfloat16", "HND")):
+        resources = SharedResources.create_for_llm(_config(kind, layout, sizes), target=target)
         with resources, KVIO(resources.cache_managers[0]) as io:
-            points += _Bench(resources, io, kind, sizes).points()
+            points += _Bench(resources, io, kind, layout, sizes).points()
     return {"target": resolve_target(target), **vars(sizes), "points": points}
 
 
-def _config(kind: str, sizes: KVSizes) -> LLMEngineConfig:
+def _config(kind: str, layout: str, sizes: KVSizes) -> LLMEngineConfig:
     """Return a model of a few attention layers."""
     return LLMEngineConfig(
         layers=(AttentionLayer(num_kv_heads=sizes.heads, head_dim=sizes.dim, window=FULL),) * _LAYERS,
@@ -83,16 +83,17 @@ def _config(kind: str, sizes: KVSizes) -> LLMEngineConfig:
         max_batch_tokens=sizes.tokens,
         num_kv_pages=sizes.num_pages,
         kv_cache_dtype=kind,
+        kv_layout=layout,
     )
 
 
 class _Bench:
     """One model, and arrays of a step's tokens. Borrows both."""
 
-    def __init__(self, resources: SharedResources, io: KVIO, kind: str, sizes: KVSizes) -> None:
+    def __init__(self, resources: SharedResources, io: KVIO, kind: str, layout: str, sizes: KVSizes) -> None:
         import numpy as np
 
-        self.resources, self.io, self.kind, self.sizes = resources, io, kind, sizes
+        self.resources, self.io, self.kind, self.layout, self.sizes = resources, io, kind, layout, sizes
         self.device: Device = resources.device
         if kind == "float8_e4m3":
             self.io.set_scales(_LAYER, 0.5, 0.5)
@@ -117,15 +118,17 @@ class _Bench:
         self.table.fill_from(random.uniform(-1, 1, self.table.shape).astype(np.float32))
 
     def points(self) -> list[dict[str, object]]:
-        """Measure everything."""
+        """Measure everything, or of another layout than the usual one what depends on it."""
+        if self.layout != "NHD":
+            return [self._write(), self._rotate(None), self._gather()]
         points = [self._write(), self._rotate(None), self._rotate(self.q), self._gather(), self._copy_pages()]
         few = [("write_decode", self._write_few, self._bind_write), ("rotate_decode", self._rotate_few, self._bind_rotate)]
         return points + [self._decode(*each) for each in few]
 
     def _write(self) -> dict[str, object]:
         found = self._point("write", self._moved(), lambda: self.io.write_slots(_LAYER, self.k, self.v, self.slots))
-        if self.kind == "bfloat16":
-            found |= self._beside("write", self._moved())
+        if self._has_others():
+            found |= self._beside("write")
         return found
 
     def _rotate(self, q: Tensor | None) -> dict[str, object]:
@@ -135,7 +138,7 @@ class _Bench:
         step = self._step(sizes.tokens, self.slots)
         what = "rotate k" if q is None else "rotate q, k"
         found = self._point(what, nbytes, lambda: self.io.write_rotated(_LAYER, q, self.k, self.v, step, self.table))
-        if self.kind == "bfloat16" and self.device.target == "cuda" and torch_kv.is_installed():
+        if self._has_others():
             us = self._others().rotate_then_write_us(q, self.table, self.positions)
             found["triton_us"] = round(us, 2)
         return found
@@ -147,8 +150,8 @@ class _Bench:
     def _gather(self) -> dict[str, object]:
         work = self.io.gather_slots
         found = self._point("gather", self._moved(), lambda: work(_LAYER, self.k_out, self.v_out, self.slots))
-        if self.kind == "bfloat16":
-            found |= self._beside("gather", self._moved())
+        if self._has_others():
+            found |= self._beside("gather")
         return found
 
     def _copy_pages(self) -> dict[str, object]:
@@ -179,11 +182,11 @@ class _Bench:
     def _decode(self, what: str, work: Callable[..., None], bind: Callable[[], BoundCall]) -> dict[str, object]:
         """Time a small call: on the host, as it is and bound, and on the GPU as one of many in a graph."""
         n, steps = self.sizes.decode_tokens, 100
-        found: dict[str, object] = {"what": what, "pool": self.kind, "tokens": n, "host_us": median_us(work, 200)}
+        found: dict[str, object] = {"what": what, "pool": self.kind, "layout": self.layout, "tokens": n}
+        found["host_us"] = median_us(work, 200)
         found["bound_host_us"] = _loop_us(self.device, bind(), n)
         found |= _captured(self.device, work, steps)
-        ours = what == "write_decode" and self.kind == "bfloat16"
-        if ours and self.device.target == "cuda" and torch_kv.is_installed():
+        if what == "write_decode" and self._has_others():
             found["triton_us"] = round(self._others().decode_us(n, self.few_slots, steps), 3)
         return found
 
@@ -195,7 +198,8 @@ class _Bench:
     def _point(self, what: str, nbytes: int, work: Callable[[], object]) -> dict[str, object]:
         copy = plain_copy_us(self.device, nbytes)
         us = stream_us(self.device, work)
-        found: dict[str, object] = {"what": what, "pool": self.kind, "tokens": self.sizes.tokens, "us": round(us, 2)}
+        found: dict[str, object] = {"what": what, "pool": self.kind, "layout": self.layout, "tokens": self.sizes.tokens}
+        found["us"] = round(us, 2)
         found["gb_per_s"] = round(nbytes / us / 1e3, 1)
         if copy is not None:
             found |= {"copy_us": round(copy, 2), "of_copy": round(copy / us, 3)}
@@ -204,10 +208,13 @@ class _Bench:
     def _others(self) -> torch_kv.TorchKV:
         return torch_kv.TorchKV(self.resources.cache_managers[0].kv(_LAYER), self.k, self.v, self.slots)
 
-    def _beside(self, what: str, nbytes: int) -> dict[str, object]:
+    def _has_others(self) -> bool:
+        """Whether the same work is there in torch and in Triton."""
+        ours = self.kind == "bfloat16" and self.layout == "NHD" and self.device.target == "cuda"
+        return ours and torch_kv.is_installed()
+
+    def _beside(self, what: str) -> dict[str, object]:
         """Time the same work in torch and in Triton."""
-        if self.device.target != "cuda" or not torch_kv.is_installed():
-            return {}
         return {f"{name}_us": round(us, 2) for name, us in self._others().times(what).items()}
 
 

@@ -224,19 +224,17 @@ def test_tokens_streams_and_threads_are_looked_at() -> None:
 
 @pytest.mark.parametrize("closes_all", [False, True])
 def test_nothing_runs_after_close(closes_all: bool) -> None:
-    with opened(tiny_config(None, heads=(2, 8), kv_cache_dtype="float32")) as batch:
-        io = KVIO(batch.resources.cache_managers[0])
+    resources = kv.SharedResources.create_for_llm(tiny_config(None, heads=(2, 8), kv_cache_dtype="float32"))
+    with resources:
+        batch, io = kv.Batch(resources), KVIO(resources.cache_managers[0])
         view = batch.step({batch.admit(num_tokens=1): 1})
         k = uploaded(io, np.ones((1, 2, 8), np.float32))
         write = io.bind_write(0, k, k, view)
         if closes_all:
-            batch.resources.close()
+            resources.close()
         else:
             io.close()
         with pytest.raises(StateError, match="closed"):
             write()
         with pytest.raises(StateError, match="closed"):
             io.bind_write(0, k, k, view)
-        io.close()
-        del write, k
-        gc.collect()

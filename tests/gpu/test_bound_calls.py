@@ -10,7 +10,6 @@ import pytest
 import numba_kv as kv
 from numba_kv.device import create_device
 from numba_kv.dtypes import dtype
-from tests.helpers.batches import opened
 from tests.helpers.models import tiny_config
 from tests.helpers.threads import in_a_thread
 
@@ -18,8 +17,9 @@ pytestmark = pytest.mark.gpu
 
 
 def test_a_bound_call_runs_captured_and_in_any_thread() -> None:
-    with opened(tiny_config(None, heads=(2, 64), kv_cache_dtype="float32"), "cuda") as batch:
-        caches, device = batch.resources.cache_managers[0], batch.resources.device
+    config = tiny_config(None, heads=(2, 64), kv_cache_dtype="float32")
+    with kv.SharedResources.create_for_llm(config, target="cuda") as resources:
+        batch, caches, device = kv.Batch(resources), resources.cache_managers[0], resources.device
         with kv.KVIO(caches) as io:
             view = batch.step({batch.admit(num_tokens=5): 5})
             k = device.tensor((5, 2, 64), dtype("float32"))
@@ -50,8 +50,9 @@ def test_another_current_device_stays_current() -> None:
 
     if driver.cuDeviceGetCount()[1] < 2:
         pytest.skip("needs two devices")
-    with opened(tiny_config(None, heads=(2, 64), kv_cache_dtype="float32"), "cuda") as batch:
-        caches, device = batch.resources.cache_managers[0], batch.resources.device
+    config = tiny_config(None, heads=(2, 64), kv_cache_dtype="float32")
+    with kv.SharedResources.create_for_llm(config, target="cuda") as resources:
+        batch, caches, device = kv.Batch(resources), resources.cache_managers[0], resources.device
         with kv.KVIO(caches) as io:
             view = batch.step({batch.admit(num_tokens=5): 5})
             k = device.tensor((5, 2, 64), dtype("float32"))

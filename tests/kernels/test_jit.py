@@ -160,6 +160,19 @@ def test_a_repeated_launch_keeps_its_arrays_alive(device: Device) -> None:
     assert memory() is None
 
 
+def test_a_kernel_over_other_elements_is_another_one(device: Device) -> None:
+    small = store.over("store_32", to="int32")
+    assert (small.name, repr(small)) == ("store_32", "Kernel(store_32)")
+    to = device.tensor((3,), dtype("int32"))
+    small.bind(device, {"to": to, "value": (7 << 32) + 5})(2, device.stream)
+    assert to.to_host().tolist() == [5, 5, 0]
+    with pytest.raises(ShapeError, match="to: int64 with 1 axes given, int32 with 1 wanted"):
+        small.bind(device, {"to": device.tensor((3,), dtype("int64")), "value": 1})
+    for wrong in ("value", "from"):
+        with pytest.raises(InputError, match=f"kernel store: '{wrong}' is not one of its arrays"):
+            store.over("x", **{wrong: "int32"})
+
+
 # -- checks
 
 
