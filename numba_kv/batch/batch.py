@@ -379,7 +379,7 @@ class Batch(ReusingSequences):
             return
         self.guard.close()
         for sequence in self._sequences.values():
-            sequence.state = "retired"
+            sequence.end()
         if not self.resources.is_closed:
             self._adapters.end(self._sequences.values())
         self._sequences.clear()

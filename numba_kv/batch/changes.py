@@ -117,7 +117,7 @@ class RowChanges(SequenceMoves):
             self._drop_leases(change)
             raise
         for sequence, row in zip(change.retired, change.leaving, strict=True):
-            sequence.state = "retired"
+            sequence.end()
             del active[row]
         made = start_sequences(self, active, rows, change.prompts, first)  # type: ignore[arg-type]
         if reuse is not None:

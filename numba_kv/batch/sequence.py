@@ -23,8 +23,6 @@ class Sequence(Unique):
         Its number, counted over all admissions of the batch: no two sequences share it.
     prompt_tokens : int
         Tokens it was admitted with.
-    state : {"active", "retired"}
-        Whether it still has a row.
     adapter : LoRAAdapter or None
         The adapter it was admitted with: those bytes, whatever is loaded under the name later.
     reused_tokens : int
@@ -34,21 +32,30 @@ class Sequence(Unique):
     __slots__ = ("__dict__", "_batch", "_row", "generation", "prompt_tokens")  # the rest is seldom anything else than here
 
     _batch: Batch
-    _row: int
+    _row: int  # once it is retired the complement of its row: one word is set faster than two
     generation: int
     prompt_tokens: int
-    state: str = "active"
     adapter: LoRAAdapter | None = None
     reused_tokens: int = 0
 
     @property
     def row(self) -> int:
-        """Its row in every table; only `Batch.compact` changes it."""
-        return self._row
+        """Its row in every table, or the last that it had; only `Batch.compact` changes it."""
+        return self._row if self._row >= 0 else ~self._row
+
+    @property
+    def state(self) -> str:
+        """Whether it has a row: ``"active"`` or ``"retired"``."""
+        return "active" if self._row >= 0 else "retired"
 
     def move(self, row: int) -> None:
         """Note another row (for `Batch.compact`)."""
         self._row = row
+
+    def end(self) -> None:
+        """Note that it has no row any more (for its batch)."""
+        if self._row >= 0:
+            self._row = ~self._row
 
     @property
     def length(self) -> int:
@@ -59,7 +66,7 @@ class Sequence(Unique):
         StateError
             If it is retired, or if device counts decided and `Batch.sync_lengths` was not called since.
         """
-        if self.state != "active":
+        if self._row < 0:
             raise StateError(f"{self!r} is retired and has no length")
         return self._batch.length_of(self._row)
 

@@ -169,7 +169,7 @@ class SequenceMoves(HostlessSteps):
             swapped = self._swaps.out(row, sequence.prompt_tokens, self._forget)
             if self.reuse is not None:
                 self.reuse.contexts.leave(sequence, swapped)
-            sequence.state = "retired"
+            sequence.end()
             del self._sequences[row]
             swapped.adapter, sequence.adapter = sequence.adapter, None
             self._adapters.follow(self._sequences)

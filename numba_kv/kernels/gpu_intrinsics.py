@@ -152,24 +152,39 @@ def widen_elements(kind: str) -> Any:
     return widen
 
 
-def _narrowed(ir: Any, builder: Any, low: Any, high: Any, kind: str) -> Any:
-    """Return two float32 as a pair of elements; NaN as the one NaN of its sign."""
-    text, letter, bits, nan = _NARROW[kind]
-    i32, f32 = ir.IntType(32), ir.FloatType()
-    pair = ir.IntType(2 * bits)
-    packed = builder.asm(ir.FunctionType(pair, [f32, f32]), text, f"={letter},f,f", [high, low], False)
+def _mended(ir: Any, builder: Any, packed: Any, values: Any, kind: str) -> Any:
+    """Return a packed word with each NaN among its float32 as the one NaN of its sign."""
+    _, _, bits, nan = _NARROW[kind]
+    word, i32 = ir.IntType(64), ir.IntType(32)
+    mended = packed
+    for i, value in enumerate(values):
+        place, element = bits * i, (1 << bits) - 1
+        is_negative = builder.icmp_signed("<", builder.bitcast(value, i32), ir.Constant(i32, 0))
+        positive, negative = (ir.Constant(word, n << place) for n in (nan, nan | 1 << bits - 1))
+        others = builder.and_(mended, ir.Constant(word, ~(element << place) & (1 << 64) - 1))
+        with_nan = builder.or_(others, builder.select(is_negative, negative, positive))
+        mended = builder.select(builder.fcmp_unordered("uno", value, value), with_nan, mended)
+    return mended
+
+
+def _narrowed(ir: Any, builder: Any, values: Any, kind: str) -> Any:
+    """Return float32 as a word of elements; whether any is NaN is asked once: a branch stands in its neighbours' way."""
+    text, letter, bits, _ = _NARROW[kind]
+    word, f32 = ir.IntType(64), ir.FloatType()
+    convert = ir.FunctionType(ir.IntType(2 * bits), [f32, f32])
+    packed = has_nan = None
+    for i in range(0, len(values), 2):
+        low, high = values[i], values[i + 1]
+        pair = builder.zext(builder.asm(convert, text, f"={letter},f,f", [high, low], False), word)
+        pair = builder.shl(pair, ir.Constant(word, bits * i))
+        is_nan = builder.fcmp_unordered("uno", low, high)
+        packed = pair if packed is None else builder.or_(packed, pair)
+        has_nan = is_nan if has_nan is None else builder.or_(has_nan, is_nan)
     before = builder.block
-    with builder.if_then(builder.fcmp_unordered("uno", low, high), likely=False):
-        mended = packed
-        for i, value in enumerate((low, high)):
-            place, element = bits * i, (1 << bits) - 1
-            is_negative = builder.icmp_signed("<", builder.bitcast(value, i32), ir.Constant(i32, 0))
-            positive, negative = (ir.Constant(pair, n << place) for n in (nan, nan | 1 << bits - 1))
-            others = builder.and_(mended, ir.Constant(pair, ~(element << place)))
-            with_nan = builder.or_(others, builder.select(is_negative, negative, positive))
-            mended = builder.select(builder.fcmp_unordered("uno", value, value), with_nan, mended)
+    with builder.if_then(has_nan, likely=False):
+        mended = _mended(ir, builder, packed, values, kind)
         inside = builder.block
-    found = builder.phi(pair)
+    found = builder.phi(word)
     found.add_incoming(packed, before)
     found.add_incoming(mended, inside)
     return found
@@ -178,23 +193,13 @@ def _narrowed(ir: Any, builder: Any, low: Any, high: Any, kind: str) -> Any:
 def narrow_elements(kind: str) -> Any:
     """Return ``float32 of each element -> word``, rounded to nearest even; float8 saturates."""
     ir, types, intrinsic = _intrinsic()
-    word = ir.IntType(64)
-
-    def pack(builder: Any, values: Any) -> Any:
-        bits = 2 * _NARROW[kind][2]
-        packed = None
-        for i in range(len(values) // 2):
-            pair = builder.zext(_narrowed(ir, builder, values[2 * i], values[2 * i + 1], kind), word)
-            pair = builder.shl(pair, ir.Constant(word, bits * i))
-            packed = pair if packed is None else builder.or_(packed, pair)
-        return packed
 
     if kind == "float8":
 
         @intrinsic
         def narrow_eight(typingctx, a, b, c, d, e, f, g, h):
             def codegen(context, builder, signature, arguments):
-                return pack(builder, arguments)
+                return _narrowed(ir, builder, arguments, kind)
 
             return types.uint64(*[types.float32] * 8), codegen
 
@@ -203,7 +208,7 @@ def narrow_elements(kind: str) -> Any:
     @intrinsic
     def narrow_four(typingctx, a, b, c, d):
         def codegen(context, builder, signature, arguments):
-            return pack(builder, arguments)
+            return _narrowed(ir, builder, arguments, kind)
 
         return types.uint64(*[types.float32] * 4), codegen
 
