@@ -61,7 +61,13 @@ class _Run:
         self.num_readers = min(num_readers, len(windows.ranges))
         self.done = [0] * self.num_readers  # bytes of each reader
         self.stopped = False
+        self.begun = threading.Event()
         self._left = deque(windows.ranges)
+
+    def stop(self) -> None:
+        """Let every reader return after the window that it is at."""
+        self.stopped = True
+        self.begun.set()
 
     def take(self) -> Range | None:
         """Return the next window that nobody has; None: there is none, or the run was stopped."""
@@ -184,6 +190,8 @@ class Uploader:
     def _run(self, run: _Run, start: Callable[[], Memory], report: Callable[[], None]) -> Memory:
         if self._threads is None:
             self._threads = ThreadPoolExecutor(self._num_readers, "numba_kv-weights")
+        else:
+            run.begun.set()
         device, before, everyone = self._device, self._device.bytes_to_device, range(run.num_readers)
         work: list[Future[Any]] = []
         try:
@@ -194,6 +202,7 @@ class Uploader:
             else:
                 self._blocks.prepare(len(run.windows.ranges))
                 work += [self._threads.submit(self._fill_first, run, reader) for reader in everyone]
+                run.begun.set()
                 memory = start()
                 _watch(work, report)
                 firsts = [one.result() for one in work]
@@ -202,7 +211,7 @@ class Uploader:
                 work[:] = [self._threads.submit(self._fill_blocks, run, reader, firsts[reader], memory) for reader in everyone]
             _watch(work, report)
         except BaseException:  # whatever happened: no reader is left behind
-            run.stopped = True
+            run.stop()
             self._end_threads()
             raise
         finally:  # and no copy
@@ -220,6 +229,7 @@ class Uploader:
 
     def _fill_first(self, run: _Run, reader: int) -> Range | None:
         """Write a window to a reader's first block and return it; make the pages of the others."""
+        run.begun.wait()  # threads start slowly beside others that are making pages
         blocks, window = self._blocks.of(reader), run.take()
         if window is not None:
             run.windows.fill(blocks[0].bytes[: window[1] - window[0]], window[0])
