@@ -152,12 +152,14 @@ def widen_elements(kind: str) -> Any:
     return widen
 
 
-def _narrowed(ir: Any, builder: Any, low: Any, high: Any, kind: str) -> Any:
-    """Return two float32 as a pair of elements; NaN as the one NaN of its sign."""
+def _narrowed(ir: Any, builder: Any, low: Any, high: Any, kind: str, mends: bool) -> Any:
+    """Return two float32 as a pair of elements; NaN as the one NaN of its sign, or as the instruction has it."""
     text, letter, bits, nan = _NARROW[kind]
     i32, f32 = ir.IntType(32), ir.FloatType()
     pair = ir.IntType(2 * bits)
     packed = builder.asm(ir.FunctionType(pair, [f32, f32]), text, f"={letter},f,f", [high, low], False)
+    if not mends:
+        return packed
     before = builder.block
     with builder.if_then(builder.fcmp_unordered("uno", low, high), likely=False):
         mended = packed
@@ -175,8 +177,11 @@ def _narrowed(ir: Any, builder: Any, low: Any, high: Any, kind: str) -> Any:
     return found
 
 
-def narrow_elements(kind: str) -> Any:
-    """Return ``float32 of each element -> word``, rounded to nearest even; float8 saturates."""
+def narrow_elements(kind: str, *, mends: bool = True) -> Any:
+    """Return ``float32 of each element -> word``, rounded to nearest even; float8 saturates.
+
+    With `mends` a NaN is the one NaN of its sign; without, it is what the instruction makes of it: all ones, positive.
+    """
     ir, types, intrinsic = _intrinsic()
     word = ir.IntType(64)
 
@@ -184,7 +189,7 @@ def narrow_elements(kind: str) -> Any:
         bits = 2 * _NARROW[kind][2]
         packed = None
         for i in range(len(values) // 2):
-            pair = builder.zext(_narrowed(ir, builder, values[2 * i], values[2 * i + 1], kind), word)
+            pair = builder.zext(_narrowed(ir, builder, values[2 * i], values[2 * i + 1], kind, mends), word)
             pair = builder.shl(pair, ir.Constant(word, bits * i))
             packed = pair if packed is None else builder.or_(packed, pair)
         return packed
