@@ -306,6 +306,7 @@ def test_a_replay_of_a_path_is_as_many_replays_of_one_token(net: Any, kind: str)
         assert same_bits(everything(states, "recurrent_state"), at_once)
 
 
+@pytest.mark.filterwarnings("ignore:invalid value encountered")  # NumPy's, in the simulator
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("sizes", [{}, {"head_dim": 8, "state_size": 4}], ids=["numbers", "tiles"])
 @pytest.mark.parametrize("net", [mamba2, delta_net])
