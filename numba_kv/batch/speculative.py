@@ -257,7 +257,7 @@ class SpeculativeBatch(HostlessRounds):
         if told is None or not all(stepper.ledger.is_exact for stepper in steppers):
             lowest = np.maximum(base.lo - counts, 0)
             for stepper in steppers:
-                stepper.note_bounds(lowest, stepper.ledger.hi)
+                stepper.note_bounds(lowest)
             return
         for row in np.flatnonzero(base.live).tolist():
             before = int(base.lo[row] - counts[row])
