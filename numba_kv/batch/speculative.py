@@ -168,6 +168,8 @@ class SpeculativeBatch(HostlessRounds):
             asked = self.spec.verify_tokens if asked is None else asked
             counts = self._step_counts(asked)
             self._check_verified(counts)
+            if parents is not None:
+                self.rounds.prepare_tree(parents)  # what can fail comes before the step
             view = self.base.step(asked)
             longest = int(counts.max())
             if self._states.has_intermediate_recurrent_states:
