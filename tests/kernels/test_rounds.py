@@ -59,13 +59,13 @@ def decided(last: int, count: int, nodes: list[int] | None, parents: list[int] |
 def test_verdicts(device: Device, data: st.DataObject, form: str, keeps: bool, has_draft: bool) -> None:
     """Without windows and floors: both kernels decide alike, and what is refused or not in use stays as it was."""
     live = data.draw(st.lists(st.integers(0, 1), min_size=ROWS, max_size=ROWS))
-    last = data.draw(st.lists(st.integers(0, NODES), min_size=ROWS, max_size=ROWS))
+    last = data.draw(st.lists(st.just(NODES) | st.integers(0, NODES), min_size=ROWS, max_size=ROWS))
     before = data.draw(st.lists(st.integers(0, 9), min_size=ROWS, max_size=ROWS))
     drafted = data.draw(st.lists(st.integers(0, 16), min_size=ROWS, max_size=ROWS))
-    counts = data.draw(st.lists(INTS, min_size=ROWS, max_size=ROWS))
+    counts = [data.draw(st.integers(1, 4) | st.sampled_from([-1, n, n + 1])) for n in last]
     rows_of = st.lists(st.lists(INTS, min_size=4, max_size=4), min_size=ROWS, max_size=ROWS)
-    tidy = st.lists(st.lists(st.integers(0, NODES - 1), max_size=4, unique=True).map(sorted), min_size=ROWS, max_size=ROWS)
-    nodes = data.draw(rows_of | tidy.map(lambda rows: [[*row, *[-1] * 4][:4] for row in rows]))
+    rising = st.lists(st.lists(st.integers(0, NODES - 1), max_size=4).map(sorted), min_size=ROWS, max_size=ROWS)
+    nodes = data.draw(rows_of | rising.map(lambda rows: [[*row, *[-1] * 4][:4] for row in rows]))
     parents = [[-1, 0, 0, 1, 3]] * ROWS if form == "tree" else [[]] * ROWS
     given_nodes = nodes if form != "counts" else [[]] * ROWS
     lengths = [b + n for b, n in zip(before, last, strict=True)]
