@@ -104,6 +104,14 @@ class SpeculativeBatch(HostlessRounds):
         self._parents: Tensor | None = None
         self._trees: dict[tuple[int, ...], Tensor] = {}
 
+    def __enter__(self) -> SpeculativeBatch:
+        self.guard.check_open()
+        return self
+
+    def __repr__(self) -> str:
+        rows = self.base.plan.config.max_batch_size
+        return f"SpeculativeBatch({len(self.base.sequences)} of {rows} rows, {self.spec.mode})"
+
     # -- verification --------------------------------------------------------------------------------------------
 
     def tree(self, parents: Iterable[int]) -> Tensor:
