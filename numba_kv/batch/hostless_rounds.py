@@ -197,7 +197,7 @@ class HostlessRounds(Proposals):
         base = self.base.stepper
         lowest = base.ledger.lo.copy()
         base.advanced(steps.verify_tokens, rounds, None)
-        base.note_bounds(lowest, base.ledger.hi)
+        base.note_bounds(lowest)
         if self.draft is None:
             return
         draft, each = self.draft.stepper, rounds * steps.draft_steps

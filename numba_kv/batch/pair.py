@@ -266,10 +266,6 @@ class PairedBatches(Unique, ABC):
         finally:
             self.base.close()
 
-    def __enter__(self) -> Any:
-        self.guard.check_open()
-        return self
-
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 

@@ -104,6 +104,14 @@ class SpeculativeBatch(HostlessRounds):
         self._parents: Tensor | None = None
         self._trees: dict[tuple[int, ...], Tensor] = {}
 
+    def __enter__(self) -> SpeculativeBatch:
+        self.guard.check_open()
+        return self
+
+    def __repr__(self) -> str:
+        rows = self.base.plan.config.max_batch_size
+        return f"SpeculativeBatch({len(self.base.sequences)} of {rows} rows, {self.spec.mode})"
+
     # -- verification --------------------------------------------------------------------------------------------
 
     def tree(self, parents: Iterable[int]) -> Tensor:
@@ -168,6 +176,8 @@ class SpeculativeBatch(HostlessRounds):
             asked = self.spec.verify_tokens if asked is None else asked
             counts = self._step_counts(asked)
             self._check_verified(counts)
+            if parents is not None:
+                self.rounds.prepare_tree(parents)  # what can fail comes before the step
             view = self.base.step(asked)
             longest = int(counts.max())
             if self._states.has_intermediate_recurrent_states:
@@ -257,7 +267,7 @@ class SpeculativeBatch(HostlessRounds):
         if told is None or not all(stepper.ledger.is_exact for stepper in steppers):
             lowest = np.maximum(base.lo - counts, 0)
             for stepper in steppers:
-                stepper.note_bounds(lowest, stepper.ledger.hi)
+                stepper.note_bounds(lowest)
             return
         for row in np.flatnonzero(base.live).tolist():
             before = int(base.lo[row] - counts[row])

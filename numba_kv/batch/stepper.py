@@ -198,7 +198,7 @@ class Stepper(Composer):
             self.note_bounds(self.ledger.lo, self.ledger.hi + most)
         self._last[:] = most
 
-    def note_bounds(self, lowest: NDArray[np.int64], highest: NDArray[np.int64]) -> None:
+    def note_bounds(self, lowest: NDArray[np.int64], highest: NDArray[np.int64] | None = None) -> None:
         """Note that the device changes lengths, within these bounds; a run of even steps goes on."""
         self.settle()
         self.ledger.widen(lowest, highest)

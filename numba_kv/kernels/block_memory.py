@@ -63,9 +63,7 @@ def _near_array(kind: str, count: int) -> Any:
             )
             block.linkage, block.align = "internal", 16
             block.initializer = ir.Constant(block.value_type, ir.Undefined)
-            pointer = builder.addrspacecast(
-                builder.bitcast(block, ir.PointerType(element, shared)), ir.PointerType(element)
-            )
+            pointer = builder.addrspacecast(builder.bitcast(block, ir.PointerType(element, shared)), ir.PointerType(element))
             size = ir.Constant(word, context.get_abi_sizeof(element))
             view = context.make_array(array_type)(context, builder)
             shape = [ir.Constant(word, count)]

@@ -167,7 +167,7 @@ def _mended(ir: Any, builder: Any, packed: Any, values: Any, kind: str) -> Any:
     return mended
 
 
-def _narrowed(ir: Any, builder: Any, values: Any, kind: str) -> Any:
+def _narrowed(ir: Any, builder: Any, values: Any, kind: str, mends: bool) -> Any:
     """Return float32 as a word of elements; whether any is NaN is asked once: a branch stands in its neighbours' way."""
     text, letter, bits, _ = _NARROW[kind]
     word, f32 = ir.IntType(64), ir.FloatType()
@@ -180,6 +180,8 @@ def _narrowed(ir: Any, builder: Any, values: Any, kind: str) -> Any:
         is_nan = builder.fcmp_unordered("uno", low, high)
         packed = pair if packed is None else builder.or_(packed, pair)
         has_nan = is_nan if has_nan is None else builder.or_(has_nan, is_nan)
+    if not mends:
+        return packed
     before = builder.block
     with builder.if_then(has_nan, likely=False):
         mended = _mended(ir, builder, packed, values, kind)
@@ -190,8 +192,11 @@ def _narrowed(ir: Any, builder: Any, values: Any, kind: str) -> Any:
     return found
 
 
-def narrow_elements(kind: str) -> Any:
-    """Return ``float32 of each element -> word``, rounded to nearest even; float8 saturates."""
+def narrow_elements(kind: str, *, mends: bool = True) -> Any:
+    """Return ``float32 of each element -> word``, rounded to nearest even; float8 saturates.
+
+    With `mends` a NaN is the one NaN of its sign; without, it is what the instruction makes of it: all ones, positive.
+    """
     ir, types, intrinsic = _intrinsic()
 
     if kind == "float8":
@@ -199,7 +204,7 @@ def narrow_elements(kind: str) -> Any:
         @intrinsic
         def narrow_eight(typingctx, a, b, c, d, e, f, g, h):
             def codegen(context, builder, signature, arguments):
-                return _narrowed(ir, builder, arguments, kind)
+                return _narrowed(ir, builder, arguments, kind, mends)
 
             return types.uint64(*[types.float32] * 8), codegen
 
@@ -208,7 +213,7 @@ def narrow_elements(kind: str) -> Any:
     @intrinsic
     def narrow_four(typingctx, a, b, c, d):
         def codegen(context, builder, signature, arguments):
-            return _narrowed(ir, builder, arguments, kind)
+            return _narrowed(ir, builder, arguments, kind, mends)
 
         return types.uint64(*[types.float32] * 4), codegen
 

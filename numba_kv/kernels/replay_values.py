@@ -1,7 +1,7 @@
 """Numbers of recurrent states as replays use them: four at once, rounded as the state keeps them.
 
 Sums and products are rounded one by one, and fused with no other, so that all targets give the same states, bit by bit. A NaN
-stays one on the way, and is stored as the one quiet NaN.
+stays one on the way, and is stored as a GPU makes it: all bits set but the sign.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from numba_kv.kernels.bits import BFLOAT16, FLOAT16, FLOAT32, bits_of, float_of, from_float32, to_float32
+from numba_kv.kernels.bits import BFLOAT16, FLOAT16, FLOAT32, bits_of, float_of, to_float32
 from numba_kv.kernels.jit import primitive, routine
 from numba_kv.kernels.numba_targets import cuda_device_function
 from numba_kv.kernels.wide_access import load_2, load_4, load_8, load_16, store_2, store_4, store_8, store_16
 from numba_kv.kernels.wide_values import (
-    bfloat16_of,
-    float16_of,
+    bfloat16_results,
+    float16_results,
     float32_of,
     from_bfloat16,
     from_float16,
@@ -44,14 +44,6 @@ def rounded_one(value, kind):
     return rounded_four(value, value, value, value, kind)[0]
 
 
-@routine
-def settled(value):
-    """Return a float32 as it is stored: a NaN is the quiet one."""
-    if value != value:
-        value = float_of(0x7FC00000)
-    return value
-
-
 def _gpu_result(architecture: tuple[int, int]) -> Any:
     def result(value):
         return value
@@ -61,9 +53,9 @@ def _gpu_result(architecture: tuple[int, int]) -> Any:
 
 @primitive(gpu=_gpu_result)
 def result(value):
-    """Return what arithmetic gave: a NaN is positive, as a GPU makes every one."""
+    """Return what arithmetic gave, with all bits of a NaN set but the sign, as a GPU makes it."""
     if value != value:
-        value = float_of(0x7FC00000)
+        value = float_of(0x7FFFFFFF)
     return value
 
 
@@ -77,11 +69,13 @@ def load_one(memory, at, kind):
 
 @routine
 def store_one(memory, at, value, kind):
-    """Set element `at`."""
+    """Set element `at` to what arithmetic gave."""
     if kind == FLOAT32:
-        store_4(memory, at * 4, np.uint64(bits_of(settled(value))))
+        store_4(memory, at * 4, np.uint64(bits_of(result(value))))
+    elif kind == BFLOAT16:
+        store_2(memory, at * 2, bfloat16_results(value, value, value, value))
     else:
-        store_2(memory, at * 2, np.uint64(from_float32(bits_of(result(value)), kind)))
+        store_2(memory, at * 2, float16_results(value, value, value, value))
 
 
 @routine
@@ -100,11 +94,11 @@ def load_four(memory, at, kind):
 
 @routine
 def store_four(memory, at, values, kind):
-    """Set elements `at` to `at` + 3; `at` is a multiple of 4."""
+    """Set elements `at` to `at` + 3 to what arithmetic gave; `at` is a multiple of 4."""
     a, b, c, d = values
     if kind == FLOAT32:
-        store_16(memory, at * 4, float32_of(settled(a), settled(b)), float32_of(settled(c), settled(d)))
+        store_16(memory, at * 4, float32_of(result(a), result(b)), float32_of(result(c), result(d)))
     elif kind == BFLOAT16:
-        store_8(memory, at * 2, bfloat16_of(result(a), result(b), result(c), result(d)))
+        store_8(memory, at * 2, bfloat16_results(a, b, c, d))
     else:
-        store_8(memory, at * 2, float16_of(result(a), result(b), result(c), result(d)))
+        store_8(memory, at * 2, float16_results(a, b, c, d))

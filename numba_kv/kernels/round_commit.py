@@ -202,11 +202,10 @@ def commit_rounds(
     """
     row = np.int64(item)
     is_live = live[row] != 0
-    refusal, start, draft_start = 0, np.int64(0), np.int64(0)
-    if is_live:
-        base = (lengths, high_water, appended, floors, groups)
-        draft = (draft_lengths, draft_high_water, draft_appended, draft_floors, draft_groups)
-        refusal, _, start, draft_start = judge(row, accepted, nodes, parents, keeps, base, draft, has_draft)
+    base = (lengths, high_water, appended, floors, groups)
+    draft = (draft_lengths, draft_high_water, draft_appended, draft_floors, draft_groups)
+    # Of rows that are not in use too: all loads come at once, and their latency is what a commit costs.
+    refusal, _, start, draft_start = judge(row, accepted, nodes, parents, keeps, base, draft, has_draft)
     lanes_wait()  # every lane has read what the others change
     if not is_live:
         return

@@ -16,8 +16,10 @@ from numba_kv.kernels.jit import primitive, routine
 
 __all__ = [
     "bfloat16_of",
+    "bfloat16_results",
     "float8_of",
     "float16_of",
+    "float16_results",
     "float32_of",
     "from_bfloat16",
     "from_float8",
@@ -119,6 +121,32 @@ def bfloat16_of(a, b, c, d):
 def float8_of(a, b, c, d, e, f, g, h):
     """Return the word of eight float32 as float8, saturated."""
     return _four(a, b, c, d, 8, FLOAT8) | _four(e, f, g, h, 8, FLOAT8) << np.uint64(32)
+
+
+@routine
+def _result(value, kind):
+    bits = _bits(value, kind)
+    if value != value:
+        bits = np.uint64(0x7FFF)
+    return bits
+
+
+@routine
+def _four_results(a, b, c, d, kind):
+    low = _result(a, kind) | _result(b, kind) << np.uint64(16)
+    return low | (_result(c, kind) | _result(d, kind) << np.uint64(16)) << np.uint64(32)
+
+
+@primitive(gpu=lambda architecture: narrow_elements("float16", mends=False))
+def float16_results(a, b, c, d):
+    """Return the word of four float32 as float16; a NaN has all bits set but the sign, as a GPU makes it."""
+    return _four_results(a, b, c, d, FLOAT16)
+
+
+@primitive(gpu=lambda architecture: narrow_elements("bfloat16", mends=False))
+def bfloat16_results(a, b, c, d):
+    """Return the word of four float32 as bfloat16; a NaN has all bits set but the sign, as a GPU makes it."""
+    return _four_results(a, b, c, d, BFLOAT16)
 
 
 @routine

@@ -140,12 +140,13 @@ class RowLedger:
         self.hi += np.minimum(most, self.room)
         np.maximum(self.high_water, self.hi, out=self.high_water)
 
-    def widen(self, lowest: NDArray[np.int64], highest: NDArray[np.int64]) -> None:
+    def widen(self, lowest: NDArray[np.int64], highest: NDArray[np.int64] | None = None) -> None:
         """Widen the bounds of lengths to `lowest` and, as far as rows have pages, `highest`: the device decides."""
         self.is_exact = False
         np.minimum(self.lo, lowest, out=self.lo)
-        self.hi += np.clip(highest - self.hi, 0, self.room)
-        np.maximum(self.high_water, self.hi, out=self.high_water)
+        if highest is not None:
+            self.hi += np.minimum(np.maximum(highest - self.hi, 0), self.room)
+            np.maximum(self.high_water, self.hi, out=self.high_water)
 
     def doubt(self, rows: NDArray[np.int64]) -> None:
         """Note that the device refused a step of some rows: any shorter length is possible until it is asked."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from numba_kv.batch import RoundSteps, SpeculativeBatch
@@ -23,6 +23,7 @@ from numba_kv.config import (
     SpecDecodeConfig,
 )
 from numba_kv.dtypes import dtype
+from numba_kv.errors import CapacityError
 from numba_kv.geometry import FULL, Window
 from numba_kv.replay.bench_kv import plain_copy_us, stream_us
 from numba_kv.replay.bench_step import median_us
@@ -101,7 +102,7 @@ def measure_spec(target: str | None) -> dict[str, object]:
         ),
     }
     for name, layer in kinds.items():
-        points += [_measure_commit(target, sizes, name, layer, mode) for mode in ("snapshot", "replay")]
+        points += [_measure_what_fits(target, sizes, name, layer, mode) for mode in ("snapshot", "replay")]
     return found | {"points": points}
 
 
@@ -209,6 +210,17 @@ def _idle_commit_us(batch: SpeculativeBatch, accepted: Tensor) -> float | None:
 
 
 # -- states --------------------------------------------------------------------------------------------------------------
+
+
+def _measure_what_fits(target: str | None, sizes: SpecSizes, name: str, layer: RecurrentLayer, mode: str) -> dict[str, object]:
+    """Measure a commit of as many layers as the device holds: all, or half of them, or half of these."""
+    while True:
+        try:
+            return _measure_commit(target, sizes, name, layer, mode)
+        except CapacityError:
+            if sizes.layers == 1:
+                raise
+            sizes = replace(sizes, layers=sizes.layers // 2)
 
 
 def _measure_commit(target: str | None, sizes: SpecSizes, name: str, layer: RecurrentLayer, mode: str) -> dict[str, object]:

@@ -42,7 +42,7 @@ def same(found: dict[str, Any], expected: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("name", DEPLOYMENTS)
 def test_captured_rounds_are_the_calls(name: str) -> None:
-    """Two rounds a launch, three launches; the last row is not in use."""
+    """Two rounds a launch, three launches; the last row is not in use. Every counter agrees. transformers#45745"""
     counts = [2, 1, 55]
     with opened_rounds(name) as called, opened_rounds(name) as captured:
         called.admit(*PROMPTS)

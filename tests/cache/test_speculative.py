@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 import numba_kv as kv
 from tests.helpers.rounds import DEPLOYMENTS, K, opened_rounds
-from tests.helpers.states import int32
+from tests.helpers.states import everything, int32
 
 TREE = (-1, 0, 0, 1)
 #: The simulator is slow: there it is one deployment that stands for the others.
@@ -41,6 +42,7 @@ def test_rounds_of_every_kind(name: str) -> None:
 )
 @pytest.mark.parametrize("on_device", [True, False])
 def test_paths_through_a_tree(name: str, on_device: bool) -> None:
+    """And a plain step behind each round, which goes on from the last token that was kept. vllm#39273"""
     with opened_rounds(name) as model:
         sequences = model.admit(7, 12, 3)
         for paths in ([(0, 1, 3), (0,), ()], [(0, 2), (0, 1), (0, 1, 3)]):
@@ -53,6 +55,37 @@ def test_paths_through_a_tree(name: str, on_device: bool) -> None:
             model.check()
             model.step(dict.fromkeys(sequences, 1))
             model.check()
+
+
+@pytest.mark.parametrize("name", ["snapshots", "replay", "delta net", "room"])
+def test_a_round_that_keeps_nothing_adopts_nothing(name: str) -> None:
+    """Snapshots and inputs that nobody wrote are NaN; all is rejected, and states are what they were. imp#1503"""
+    with opened_rounds(name) as model:
+        sequences = model.admit(7, 5, 3)
+        states = model.states.states
+        before = {kind: everything(states, kind) for kind in ("recurrent_state", "conv_state")}
+        model.batch.verify_step()
+        for kind in states.state_names:
+            if kind not in before:
+                for layer in range(states.num_layers):
+                    array = states.state(kind, layer)
+                    array.fill_from(np.full(array.shape, np.nan, array.dtype.numpy()))
+        if name == "room":  # the step writes its inputs behind what was there, and the commit takes them out again
+            kept = before["conv_state"].shape[-1] - 4
+            for layer in range(states.num_layers):
+                array = states.conv_state(layer)
+                array.fill_from(
+                    np.concatenate([array.to_host()[..., 4:], np.full((*array.shape[:-1], 4), np.nan, np.float32)], -1)
+                )
+        model.commit_on_device(dict.fromkeys(range(3), 0))
+        for kind, values in before.items():
+            found = everything(states, kind)
+            if name == "room" and kind == "conv_state":
+                found, values = found[..., -kept:], values[..., -kept:]
+            assert np.array_equal(found, values)
+        model.batch.sync_lengths()
+        assert [s.length for s in sequences] == [7, 5, 3]
+        model.batch.audit()
 
 
 def test_positions_follow_the_depth_of_nodes() -> None:

@@ -306,6 +306,33 @@ def test_a_replay_of_a_path_is_as_many_replays_of_one_token(net: Any, kind: str)
         assert same_bits(everything(states, "recurrent_state"), at_once)
 
 
+@pytest.mark.filterwarnings("ignore:invalid value encountered")  # NumPy's, in the simulator
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("sizes", [{}, {"head_dim": 8, "state_size": 4}], ids=["numbers", "tiles"])
+@pytest.mark.parametrize("net", [mamba2, delta_net])
+def test_a_nan_has_the_same_bits_on_every_target(net: Any, sizes: dict[str, int], kind: str) -> None:
+    """All bits set but the sign, wherever it comes from: the state, of either sign, or an infinity times zero."""
+    with states_of(verifying(net(recurrent_state_dtype=kind, **sizes), 1, "replay", layers=1, max_batch_size=2)) as states:
+        given = {name: fill(states, name, np.random.default_rng(1)) for name in states.state_names}
+        state = given["recurrent_state"]
+        state[0, 0, 0, 0, 0], state[0, 1, 0, 0, 0], state[0, 1, 1, 1, 1] = np.nan, -np.nan, np.inf
+        states.recurrent_state(0).fill_from(np.ascontiguousarray(state[0]))
+        decay = "replay_da_state" if net is mamba2 else "replay_g_state"
+        given[decay][0, 1, 0, 1] = 0
+        states.state(decay, 0).fill_from(np.ascontiguousarray(given[decay][0]))
+        assert commit(states, [1, 1], [0, 1]) == {}
+        found = everything(states, "recurrent_state")
+        bits = found.view(np.uint32 if kind == "float32" else np.uint16)
+        is_nan = np.isnan(found.astype(np.float32))
+        assert all(is_nan[0, slot, head, place, place] for slot, head, place in ((0, 0, 0), (1, 0, 0), (1, 1, 1)))
+        assert (bits[is_nan] == (0x7FFFFFFF if kind == "float32" else 0x7FFF)).all()
+
+
+def test_a_column_that_no_block_holds_is_not_replayed() -> None:
+    with pytest.raises(ConfigError, match="a GatedDeltaNetLayer cannot do 'replay'"):
+        verifying(delta_net(head_dim=8193), 1, "replay")
+
+
 def test_a_delta_net_writes_what_is_new() -> None:
     """By hand: one head, key (1, 0), decay 0.5, gate 1, value 4 over a state of 2s: the row of the key becomes the value."""
     layer = delta_net(num_heads=1, num_key_heads=1, head_dim=2, state_size=1, conv_state_dtype="float32")

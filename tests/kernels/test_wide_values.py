@@ -14,7 +14,17 @@ from numba_kv.kernels.bits import BFLOAT16, FLOAT8, FLOAT16, FLOAT32, KINDS, bit
 from numba_kv.kernels.jit import Kernel
 from numba_kv.kernels.spec import array, scalar
 from numba_kv.kernels.wide_rows import divided, floats_of, load_raw, load_some, raw_of, reciprocal, store_raw, store_some
-from numba_kv.kernels.wide_values import inverse_root, minus, plus, scaled, times
+from numba_kv.kernels.wide_values import (
+    bfloat16_results,
+    float16_results,
+    inverse_root,
+    minus,
+    plus,
+    rounded_bfloat16,
+    rounded_float16,
+    scaled,
+    times,
+)
 from tests.kernels.test_bits import EDGES, SMALL, narrowed, patterns
 
 
@@ -42,6 +52,18 @@ def calculate(item, a, b, found):
     found[item, 3] = bits_of(scaled(x, float_of(b[item] & 0x7FFFFFFF)))
 
 
+def round_results(item, bits, found, kind):
+    at = 4 * np.int64(item)
+    a, b, c, d = float_of(bits[at]), float_of(bits[at + 1]), float_of(bits[at + 2]), float_of(bits[at + 3])
+    if kind == FLOAT16:
+        four, word = rounded_float16(a, b, c, d), float16_results(a, b, c, d)
+    else:
+        four, word = rounded_bfloat16(a, b, c, d), bfloat16_results(a, b, c, d)
+    for i in range(4):
+        found[at + i, 0] = bits_of(four[i])
+        found[at + i, 1] = np.int64(word >> np.uint64(16 * i) & np.uint64(0xFFFF))
+
+
 def divide(item, numbers, divisors, by, found):
     found[item] = divided(numbers[item], divisors[item], by[item])
 
@@ -57,6 +79,7 @@ COPY = Kernel(
     ["kind"],
 )
 CALCULATE = Kernel(calculate, {"a": array("uint32"), "b": array("uint32"), "found": array("uint32", 2)}, False)
+RESULTS = Kernel(round_results, {"bits": array("uint32"), "found": array("uint32", 2), "kind": scalar()}, False, ["kind"])
 DIVIDE = Kernel(
     divide,
     {"numbers": array("int64"), "divisors": array("int64"), "by": array("int64"), "found": array("int64")},
@@ -162,3 +185,20 @@ def test_single_and_packed_conversions_agree_on_nan() -> None:
     for kind, nan in ((FLOAT16, 0x7E00), (BFLOAT16, 0x7FC0), (FLOAT8, 0x7F)):
         assert from_float32(0x7FC00001, kind) == nan
         assert to_float32(nan, kind) & 0x7FFFFFFF > 0x7F800000
+
+
+@pytest.mark.parametrize(("kind", "name"), [(FLOAT16, "float16"), (BFLOAT16, "bfloat16")])
+def test_results_are_rounded_and_a_nan_is_that_of_a_gpu(device: Device, kind: int, name: str) -> None:
+    """Rounded as single elements are; a NaN stays one on the way and is stored with all bits set but the sign."""
+    random = np.random.default_rng(3).integers(0, 2**32, 400, np.uint32)
+    bits = np.concatenate(
+        [random, np.array([0, 0x80000000, 0x7F800000, 0xFF800000, 0x7FC00000, 0xFFFFFFFF, 1, 0x477FF000], np.uint32)]
+    )
+    found = run(device, RESULTS.fixed(kind=kind), len(bits) // 4, ((len(bits), 2), "uint32"), bits=bits)
+    is_nan = np.isnan(bits.view(np.float32))
+    wanted = np.array([from_float32(int(b), kind) for b in bits], np.uint32)
+    assert np.array_equal(found[:, 1], np.where(is_nan, 0x7FFF, wanted))
+    floats = np.array([to_float32(int(w), kind) for w in wanted], np.uint32)
+    assert np.array_equal(found[~is_nan, 0], floats[~is_nan])
+    assert np.isnan(found[is_nan, 0].astype(np.uint32).view(np.float32)).all()
+    assert is_nan.sum() >= 2
