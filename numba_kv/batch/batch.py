@@ -163,6 +163,7 @@ class Batch(ReusingSequences):
             self._publish_due()
         with self.guard:
             change = self._check_change(retired, admitted, adapters)
+            self._leave(change)
             self._lease_change(change)
             return self._make_change(change)
 

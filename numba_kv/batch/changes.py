@@ -78,19 +78,23 @@ class RowChanges(SequenceMoves):
             change.admissions = reuse.admissions(read, owners or held or [None] * len(prompts))
         return change
 
-    def _lease_change(self, change: Change, most: Items[int | None] | None = None) -> None:
-        """Hold what those that join begin with, at most `most` tokens; those that leave have left what they had.
+    def _leave(self, change: Change) -> None:
+        """With reuse, let those that leave leave what they have."""
+        if self.reuse is not None:
+            try:
+                self.reuse.publishing.publish_last(change.retired)
+            except BaseException:
+                self._adapters.release(change.held or ())
+                raise
 
-        Of a batch without reuse: nothing.
-        """
-        reuse = self.reuse
-        if reuse is None or not (change.leaving or change.prompts):
+    def _lease_change(self, change: Change, most: Items[int | None] | None = None) -> None:
+        """With reuse, hold what those that join begin with: at most `most` tokens of each."""
+        reuse, admissions = self.reuse, change.admissions
+        if reuse is None or not admissions:
             return
-        admissions = change.admissions
         if most is not None:
             admissions = [a if a is None else a.capped(cap) for a, cap in zip(admissions, most, strict=True)]
         try:
-            reuse.publishing.publish_last(change.retired)
             change.leases = reuse.admission.lease(change.leaving, admissions)
         except BaseException:
             self._adapters.release(change.held or ())

@@ -50,5 +50,9 @@ class Prompt:
         InputError
             If it does.
         """
-        if self.policy is not None or self.salt is not None or self.rope is not None or tuple(self.media):
-            raise InputError("admit: policy, salt, rope and media are for a Batch that was made with reuse=ReuseOptions()")
+        told = (self.policy, self.salt, self.rope, self.most_reused)
+        if any(value is not None for value in told) or tuple(self.media):
+            raise InputError(
+                "admit: policy, salt, rope, media and most_reused are for tokens, and for a Batch that was made with "
+                "reuse=ReuseOptions()"
+            )

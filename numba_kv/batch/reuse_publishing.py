@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from numba_kv.ledger.reuse.publish_plan import PublishRequest, RingView
-from numba_kv.ledger.sharing import filled_ring
+from numba_kv.ledger.sharing import whole_ring
 
 if TYPE_CHECKING:
     from numba_kv.batch.kept_states import KeptStates
@@ -103,7 +103,7 @@ class PrefixPublishing:
         has_state = is_point and self._states is not None and tokens == length == ledger.hi[row]
         if plan.config.max_verify_tokens:  # nobody knows whether what was verified has been committed
             has_state = has_state and tokens <= context.prompt_tokens
-        rings = [(g, *filled_ring(ledger, group, row, length)) for g, group in enumerate(plan.groups) if g]
+        rings = [(g, *whole_ring(ledger, group, row, length)) for g, group in enumerate(plan.groups) if g]
         done = self._cache.publish(
             PublishRequest(
                 identity=context.identity,

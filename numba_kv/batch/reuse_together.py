@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence as Items
 from contextlib import ExitStack
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from numba_kv.batch.arguments import listed
 from numba_kv.batch.batch import Batch
@@ -16,10 +16,13 @@ from numba_kv.batch.changes import Change
 from numba_kv.batch.sequence import Sequence
 from numba_kv.errors import InputError
 
+if TYPE_CHECKING:
+    from numba_kv.batch.reuse_admission import Admission
+
 __all__ = ["update_together"]
 
-#: Times that the batches are asked; the last time for nothing.
-_ROUNDS = 6
+#: Times that leases are tried; the last time for nothing.
+_ROUNDS = 4
 
 
 def update_together(
@@ -100,9 +103,12 @@ def _checked(
 def _agree(batches: Items[Batch], changes: list[Change]) -> None:
     """Lease equally much of each prompt in all batches.
 
-    Each round asks all for what the least of them had; that is seldom less again, and in the end nothing is reused.
+    Where there is less room than what was found, less is leased. Then all are asked for that, and in the end for nothing.
     """
-    most: list[int | None] = [None] * len(changes[0].prompts)
+    for batch, change in zip(batches, changes, strict=True):
+        batch._leave(change)
+    admissions = zip(*(change.admissions for change in changes), strict=True)
+    most = [_common(batches, of_prompt) for of_prompt in admissions]
     for left in reversed(range(_ROUNDS)):
         for batch, change in zip(batches, changes, strict=True):
             batch._lease_change(change, most)
@@ -113,3 +119,17 @@ def _agree(batches: Items[Batch], changes: list[Change]) -> None:
         for batch, change in zip(batches, changes, strict=True):
             batch._drop_leases(change)
         most = [min(lengths) if left > 1 else 0 for lengths in found]
+
+
+def _common(batches: Items[Batch], admissions: Items[Admission | None]) -> int | None:
+    """Return of how many tokens of a prompt all batches have what they need; None if nobody knows its tokens."""
+    pairs = [(b.reuse.admission, a) for b, a in zip(batches, admissions, strict=True) if b.reuse is not None and a is not None]
+    for admission, wanted in pairs:
+        admission.bring_back(wanted)
+    most = None
+    while pairs:
+        found = {admission.find(wanted.capped(most)).reused_tokens for admission, wanted in pairs}
+        most = min(found)
+        if len(found) == 1:
+            break
+    return most

@@ -39,6 +39,7 @@ __all__ = [
     "plan_floors",
     "plan_fork",
     "shared_pages",
+    "whole_ring",
 ]
 
 
@@ -157,6 +158,19 @@ def filled_ring(ledger: RowLedger, group: GroupPlan, row: int, length: int) -> t
     base = int(ledger.base[row])
     if base:
         first = max(first, min(group.window.lowest_key(base), base) // group.page_tokens)
+    return min(first, end), end
+
+
+def whole_ring(ledger: RowLedger, group: GroupPlan, row: int, length: int) -> tuple[int, int]:
+    """Return what `filled_ring` does, without a page of which the ring has only what was computed in it.
+
+    A row whose reused tokens end where a chunk of attention ends begins with no copies; a page that the chunk begins in is
+    then without the tokens before it.
+    """
+    first, end = filled_ring(ledger, group, row, length)
+    base = int(ledger.base[row])
+    if base and group.window.lowest_key(base) >= base:
+        first = max(first, ceil_div(base, group.page_tokens))
     return min(first, end), end
 
 

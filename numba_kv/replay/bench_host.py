@@ -74,7 +74,7 @@ def measure_point(point: HostPoint, target: str | None) -> dict[str, object]:
         page_tokens=point.page_tokens,
         max_batch_tokens=point.pages * point.page_tokens,
     )
-    with SharedResources.create_for_llm(config, target=target) as resources:
+    with SharedResources.create_for_llm(config, target=target) as resources, resources.device.active():
         device, pools = resources.device, resources.cache_managers[0].kv_cache
         found = {"page_kib": point.page_nbytes >> 10, "mib": point.nbytes >> 20, **_plain(device, point.nbytes)}
         pages = HostPages(device, pools, HostRooms((point.pages,)))
@@ -90,14 +90,12 @@ def measure_point(point: HostPoint, target: str | None) -> dict[str, object]:
 
 def _plain(device: Device, nbytes: int) -> dict[str, float]:
     """Time plain copies between page-locked memory and the device."""
-    with device.active():
-        host, there = device.allocate_staging(nbytes), device.allocate(nbytes)
-        stream = device.stream
-        out = _seconds(device, lambda: device.copy_to_host(host.address, there.address, nbytes, stream))
-        back = _seconds(device, lambda: device.copy_to_device(there.address, host.address, nbytes, stream))
-        stream.synchronize()
-        host.close(stream)
-        there.close(stream)
+    host, there, stream = device.allocate_staging(nbytes), device.allocate(nbytes), device.stream
+    out = _seconds(device, lambda: device.copy_to_host(host.address, there.address, nbytes, stream))
+    back = _seconds(device, lambda: device.copy_to_device(there.address, host.address, nbytes, stream))
+    stream.synchronize()
+    host.close(stream)
+    there.close(stream)
     return {"plain_out_gb_per_s": _speed(nbytes, out), "plain_back_gb_per_s": _speed(nbytes, back)}
 
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from tests.helpers.reuse_driver import MODELS, Driver, opened_model
+import numba_kv as kv
+from numba_kv.ledger.reuse.policy import PublishPolicy
+from tests.helpers.models import chunked, tiny_config
+from tests.helpers.reuse_driver import LIMITS, MODELS, Driver, opened_model
 from tests.helpers.reuse_model import ReuseModel
 
 
@@ -30,3 +33,24 @@ def test_what_is_reused_holds_what_its_tokens_say(name: str, seed: int, target: 
         assert all(pool.owned == pool.leased == pool.shared == 0 for pool in report.pools)
         batch.reuse.cache.clear()
         assert batch.audit().pools[0].cached == 0
+
+
+def test_a_chunk_that_begins_inside_a_page_leaves_no_page_that_was_begun_elsewhere() -> None:
+    """A row that begins where a chunk does has nothing of what lies before in that page, though others see it."""
+    config = tiny_config(None, chunked(5), heads=(1, 4), num_kv_pages=40, kept_window_pages=20, **LIMITS)
+    begun, points = list(range(15)), PublishPolicy(every_blocks=1)
+    with opened_model(config, kv.CacheLimits()) as (batch, io):
+        model = ReuseModel(batch, io)
+        for tokens, policy, reused in (
+            ([*begun[:12], 60], points, 0),
+            (begun, PublishPolicy(every_blocks=0, tails=True), 12),
+            (list(range(100, 124)), PublishPolicy(publish="none"), 0),  # what is left in the ring is another's
+            ([*begun, *range(50, 59)], points, 15),  # the first page that it computes holds tokens 12, 13 and 14 too
+            ([*begun[:14], 70, 71], points, 12),
+        ):
+            sequence = model.admit(tokens, policy=policy)
+            model.check_all()
+            assert sequence.reused_tokens == reused
+            while sequence.pending_tokens:
+                model.step({sequence: batch.prefill_chunk(sequence)})
+            model.retire(sequence)

@@ -149,7 +149,7 @@ def test_any_prompts_are_served_by_both(seed: int, host: int, target: str) -> No
         stems = [random.integers(0, 3, 30).tolist() for _ in range(3)]
         running: list[tuple[Any, Any]] = []
         hits = 0
-        for _ in range(3 if target == "sim" else 40):
+        for _ in range(1 if target == "sim" else 40):
             leaving = [group for group in running if random.random() < 0.6]
             room = 3 - len(running) + len(leaving)
             prompts = []

@@ -178,7 +178,8 @@ class World:
                         position = (copies.first_block + i) * self.page + offset
                         if position < plan.reused_tokens:
                             row.rings[w][position] = cell
-                row.valid_from[w] = min(plan.reused_tokens, copies.first_block * self.page)
+                if len(copies.slots):  # else a chunk of attention begins here, perhaps inside a page
+                    row.valid_from[w] = copies.first_block * self.page
         if self.groups.is_recurrent and plan.is_hit:
             (row.state,) = self.cells["state", plan.snapshot]
 

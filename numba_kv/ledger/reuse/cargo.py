@@ -122,17 +122,17 @@ def stow(store: KeptStore, cargo: Cargo, max_blocks: int | None = None, spare: i
     stop = _reach(store, cargo, path, spare)
     if stop < cargo.start or not (has_room or store.has_gaps):
         return []
-    begin, now = path.blocks, tree.tick()
-    if stop > begin:
-        new = np.full((store.groups.num_lines, stop - begin), -1, np.int32)
+    now, before = tree.tick(), _present(store, path, cargo.start, stop)
+    if stop > path.blocks:
+        new = np.full((store.groups.num_lines, stop - path.blocks), -1, np.int32)
         tree.extend(cargo.identity, path, cargo.content, new, cargo.priority, now)
     tree.touch(path, cargo.priority, now)
-    first, found = _fill_pages(store, cargo, path, stop)
-    if store.full is None:
-        first = begin
+    found = _fill_pages(store, cargo, path, stop)
     for window in range(len(store.windows)):
         found += _fill_slots(store, cargo, path, stop, window)
-    store.tell_stored(cargo.identity, cargo.content, path, first, stop)
+    added = np.flatnonzero(_present(store, path, cargo.start, stop) & ~before)
+    for part in np.split(added, np.flatnonzero(np.diff(added) > 1) + 1) if len(added) else ():
+        store.tell_stored(cargo.identity, cargo.content, path, cargo.start + int(part[0]), cargo.start + int(part[-1]) + 1)
     if cargo.tail is not None and stop == cargo.stop:
         path.root = tree.root_of(cargo.identity)
         found += _stow_tail(store, cargo, cargo.tail, path, now, spare)
@@ -184,9 +184,21 @@ def _parts(path: Path, start: int, stop: int) -> Iterator[tuple[Run, int, int]]:
             yield run, low, high
 
 
-def _fill_pages(store: KeptStore, cargo: Cargo, path: Path, stop: int) -> tuple[int, list[Moved]]:
-    """Keep pages of the full group; return the first block that got one, and what moves."""
-    first, found = stop, list[Moved]()
+def _present(store: KeptStore, path: Path, start: int, stop: int) -> NDArray[np.bool_]:
+    """Return which blocks of a path others are told to be in a store: with gaps, those that have a page."""
+    found = np.zeros(stop - start, bool)
+    count = max(0, min(stop, path.blocks) - start)
+    if not store.has_gaps:
+        found[:count] = True
+        return found
+    for line in (0,) if store.full is not None else range(1, store.groups.num_lines):
+        found[:count] |= path.line(line, start, start + count) >= 0
+    return found
+
+
+def _fill_pages(store: KeptStore, cargo: Cargo, path: Path, stop: int) -> list[Moved]:
+    """Keep pages of the full group."""
+    found: list[Moved] = []
     for run, low, high in _parts(path, cargo.start, stop) if store.full is not None else ():
         at = run.start - cargo.start
         brought = cargo.lines[0, low + at : high + at]
@@ -195,9 +207,8 @@ def _fill_pages(store: KeptStore, cargo: Cargo, path: Path, stop: int) -> tuple[
             ids = store.full.pool.acquire(len(places))
             store.full.adopt(ids)
             run.lines[0, places] = ids
-            first = min(first, run.start + int(places[0]))
             found.append((0, cargo.lines[0, places + at], ids))
-    return first, found
+    return found
 
 
 def _fill_slots(store: KeptStore, cargo: Cargo, path: Path, stop: int, window: int) -> list[Moved]:

@@ -103,23 +103,13 @@ def find_return(
     look, (tokens, tail) = _longest(groups, content, path, whole_pages)
     if tokens <= before:
         return None
-    page, blocks = groups.page_tokens, -(-tokens // groups.page_tokens)
-    whole = min(blocks, path.blocks)  # a last block that is used in part comes whole, where it is whole
-    lines = np.full((groups.num_lines, whole), -1, np.int32)
-    if groups.has_full:
-        lines[0] = path.line(0, 0, whole)
-    partial = path.partial[0] if path.partial is not None and blocks > path.blocks else None
-    last = tail if tail is not None else partial
-    for w in range(len(groups.windows)):
-        first, slots = look.slots(w, tokens, tail)
-        inside = slots[: max(0, whole - first)]
-        is_of_tail = tail is not None and tokens % page and tail.lines[1 + w] >= 0
-        if is_of_tail and len(slots) == blocks - first:
-            inside = slots[: max(0, min(whole, tokens // page) - first)]
-        lines[1 + w, first : first + len(inside)] = inside
+    lines = _used_lines(groups, look, path, tokens, tail)
+    whole = lines.shape[1]
     found = Return(before, 0, np.where(lines >= HOST, lines, -1).astype(np.int32))
     for line in range(groups.num_lines):
         found.note(line, lines[line].tolist())
+    partial = path.partial[0] if path.partial is not None and tokens > path.blocks * groups.page_tokens else None
+    last = tail or partial
     if isinstance(last, Tail):
         found.tail_block = last.offset + last.run.start
         found.tail = _wanted_tail(found, last)
@@ -135,6 +125,26 @@ def _longest(groups: ReuseGroups, content: TokenContent, path: Path, whole_pages
     _, top, _ = longest_kept(path, content.num_tokens, groups.page_tokens, whole_pages=whole)
     look = PrefixLookup(groups, content, path, whole_pages=whole_pages)
     return look, look.find(top)[0]
+
+
+def _used_lines(groups: ReuseGroups, look: PrefixLookup, path: Path, tokens: int, tail: Tail | None) -> NDArray[np.int32]:
+    """Return where the blocks of a prefix are that it uses, int32 [lines, n]; -1: not used.
+
+    A last block that is used in part comes whole, if it is there whole; else it is a tail's.
+    """
+    page = groups.page_tokens
+    blocks = -(-tokens // page)
+    whole = min(blocks, path.blocks)
+    lines = np.full((groups.num_lines, whole), -1, np.int32)
+    if groups.has_full:
+        lines[0] = path.line(0, 0, whole)
+    for w in range(len(groups.windows)):
+        first, slots = look.slots(w, tokens, tail)
+        has_part = len(slots) == blocks - first and tokens % page > 0
+        is_of_tail = has_part and tail is not None and tail.lines[1 + w] >= 0
+        inside = slots[: max(0, whole - is_of_tail * (whole == blocks) - first)]
+        lines[1 + w, first : first + len(inside)] = inside
+    return lines
 
 
 def _wanted_tail(found: Return, tail: Tail) -> TailCargo | None:

@@ -267,8 +267,7 @@ class KeptStore:
         self._let_go(lines)
         if variants and self.draft is not None:
             self.draft.let_go(np.array(variants, np.int32))
-        if names and self.on_event is not None:
-            self.on_event(BlocksRemoved(names, self.medium))
+        self._tell_removed(names)
         self._loose += [run] if size or run.parent is None else [run.parent]
 
     def _let_go(self, lines: NDArray[np.int32]) -> None:
@@ -289,6 +288,8 @@ class KeptStore:
                 self.drop_tail(node)
         else:
             node.lines[1 + window, block] = -1
+            if self.has_gaps and self.full is None and (node.lines[:, block] < 0).all():
+                self._tell_removed(tuple(node.names[block : block + 1]))
             self._loose.append(node)
 
     def _forget_snapshot(self, tail: Tail) -> None:
@@ -318,9 +319,13 @@ class KeptStore:
 
     # -- what is told ------------------------------------------------------------------------------------------------
 
+    def _tell_removed(self, names: tuple[bytes, ...]) -> None:
+        if names and self.on_event is not None:
+            self.on_event(BlocksRemoved(names, self.medium))
+
     def tell_stored(self, identity: ContextIdentity, content: TokenContent, path: Path, start: int, stop: int) -> None:
         """Tell that the blocks [start, stop) of a path are here now."""
-        if self.on_event is None or start >= stop:
+        if self.on_event is None:
             return
         names = [name for run, size in path.segments for name in run.names[:size]]
         parent = names[start - 1] if names and start else None
