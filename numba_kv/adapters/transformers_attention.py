@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from numba_kv.adapters.transformers_op import attend_traced
 from numba_kv.adapters.transformers_paged import StoredKV
 from numba_kv.errors import InputError, StateError, UnsupportedModelError
 
-__all__ = ["AttentionChoice", "attend_pages", "mask_of_pages"]
+__all__ = ["AttentionChoice", "attend_pages", "attend_traced", "mask_of_pages"]
 
 #: Without a mask function, a name makes transformers build no mask and ask the cache for no length.
 _NAME, _TRACED = "numba_kv", "numba_kv_traced"
@@ -68,12 +68,51 @@ def attend_pages(
             "attention: K and V are not what a PagedCache with attention='paged' returned; such a model runs with that cache, "
             "through its own forward, one forward at a time"
         )
-    for name, given in (("attention_mask", attention_mask), ("position_bias", position_bias), ("dropout", dropout or None)):
-        if given is not None:
-            raise InputError(f"{name}: attention over pages knows none; use attention='gather' for this model")
-    if is_causal is False:
-        raise InputError("is_causal: False given; attention over pages sees no later tokens; use attention='gather'")
+    _check_possible(attention_mask, dropout, is_causal, position_bias)
     return stored.kv.attend(stored, query, scaling, softcap, s_aux), None
+
+
+def attend_traced(
+    module: Any,
+    query: Any,
+    key: Any,
+    value: Any,
+    attention_mask: Any,
+    *,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Any = None,
+    is_causal: bool | None = None,
+    position_bias: Any = None,
+    numba_kv_cache: int = 0,
+    **_: Any,
+) -> tuple[Any, None]:
+    """Return the same by the operator of `transformers_op`, which stores K and V by the way: in forwards that are compiled.
+
+    Parameters
+    ----------
+    module : torch.nn.Module
+        The layer's attention; it knows the number of its layer.
+    query, key, value : torch.Tensor [B, heads, 1, D]
+        Of the step; K and V of the donor, if the layer borrows them.
+    attention_mask, dropout, scaling, softcap, s_aux, is_causal, position_bias
+        As in `attend_pages`.
+    numba_kv_cache : int
+        From `number_of`; an argument of the model's forward.
+
+    Returns
+    -------
+    torch.Tensor [B, 1, Hq, D], None
+
+    Raises
+    ------
+    InputError
+        As `attend_pages`, while the forward is compiled.
+    """
+    _check_possible(attention_mask, dropout, is_causal, position_bias)
+    found = torch.ops.numba_kv.attend(query, key, value, s_aux, numba_kv_cache, module.layer_idx, scaling, softcap)
+    return found, None
 
 
 def mask_of_pages(*_: Any, use_vmap: bool = False, allow_is_causal_skip: bool = True, **__: Any) -> None:
@@ -138,3 +177,12 @@ class AttentionChoice:
     def _set(self, names: list[Any]) -> None:
         for config, name in zip(self._configs, names, strict=True):
             config._attn_implementation = {"": name}  # of this configuration alone, not of those inside it
+
+
+def _check_possible(mask: Any, dropout: float, is_causal: bool | None, bias: Any) -> None:
+    """Refuse what attention over pages cannot do."""
+    for name, given in (("attention_mask", mask), ("position_bias", bias), ("dropout", dropout or None)):
+        if given is not None:
+            raise InputError(f"{name}: attention over pages knows none; use attention='gather' for this model")
+    if is_causal is False:
+        raise InputError("is_causal: False given; attention over pages sees no later tokens; use attention='gather'")

@@ -174,21 +174,23 @@ class GreedyDecoder:
         if loop is None:
             loop = self._loops[rows] = self._new_loop(rows)
         replayed = 0
-        with torch.no_grad():
-            loop.ids.copy_(tokens)
-            loop.column.zero_()
-            loop.length.fill_(forward.rows.length)
-            for _ in range(steps):
-                if has_graphs and loop.steps and loop.graph is None:
-                    self._capture(loop)
-                if loop.graph is not None:
-                    loop.graph.replay()
-                    replayed += 1
-                else:
-                    self._step(loop, cache.resources.stream, is_recorded=False)
-                    loop.steps += 1
-        if replayed:
-            forward.rows.passed(replayed)
+        try:
+            with torch.no_grad():
+                loop.ids.copy_(tokens)
+                loop.column.zero_()
+                loop.length.fill_(forward.rows.length)
+                for _ in range(steps):
+                    if has_graphs and loop.steps and loop.graph is None:
+                        self._capture(loop)
+                    if loop.graph is not None:
+                        loop.graph.replay()
+                        replayed += 1
+                    else:
+                        self._step(loop, cache.resources.stream, is_recorded=False)
+                        loop.steps += 1
+        finally:  # an interrupt does not take back what was launched
+            if replayed:
+                forward.rows.passed(replayed)
         return loop.found[:, :steps].clone()
 
     def close(self) -> None:

@@ -16,7 +16,7 @@ from numba_kv.errors import StateError
 if TYPE_CHECKING:
     from numba_kv.adapters.transformers_cache import ModelCache
 
-__all__ = ["attend_traced", "number_of"]
+__all__ = ["number_of"]
 
 #: Caches that are alive, by the number that stands for each in a graph.
 _CACHES: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
@@ -26,42 +26,6 @@ def number_of(cache: ModelCache) -> int:
     """Return the number that stands for a cache, as long as it lives."""
     _CACHES[id(cache)] = cache
     return id(cache)
-
-
-def attend_traced(
-    module: Any,
-    query: Any,
-    key: Any,
-    value: Any,
-    attention_mask: Any,
-    *,
-    scaling: float | None = None,
-    softcap: float | None = None,
-    s_aux: Any = None,
-    numba_kv_cache: int = 0,
-    **_: Any,
-) -> tuple[Any, None]:
-    """Return the attention of a layer, whose K and V are stored by the way, and no weights.
-
-    Parameters
-    ----------
-    module : torch.nn.Module
-        The layer's attention; it knows the number of its layer.
-    query, key, value : torch.Tensor [B, heads, 1, D]
-        Of the step; K and V of the donor, if the layer borrows them.
-    attention_mask : None
-        Nothing is masked in decode steps.
-    scaling, softcap, s_aux
-        As transformers names them.
-    numba_kv_cache : int
-        From `number_of`; an argument of the model's forward.
-
-    Returns
-    -------
-    torch.Tensor [B, 1, Hq, D], None
-    """
-    found = torch.ops.numba_kv.attend(query, key, value, s_aux, numba_kv_cache, module.layer_idx, scaling, softcap)
-    return found, None
 
 
 @torch.library.custom_op(
