@@ -85,14 +85,14 @@ class Memory(Unique):
         self.is_closed = False  # last: what an interrupt left half made gives nothing back
 
     def close(self, stream: Any = None) -> None:
-        """Give the memory back; a second call does nothing. On `cuda` the free is ordered on `stream`."""
+        """Give the memory back; a second call does nothing. On `cuda` the free is ordered on `stream`, if it is still open."""
         if self.is_closed:
             return
         self._count_out()
         native, self._native = self._native, None
         if native is not None:
             self.array = None
-            if stream is not None:
+            if stream is not None and not stream.is_closed:
                 with stream.active():
                     native.close(stream.native)
 
