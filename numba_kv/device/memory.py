@@ -93,7 +93,7 @@ class Memory(Unique):
         self.is_closed = False  # last: what an interrupt left half made gives nothing back
 
     def close(self, stream: Any = None) -> None:
-        """Give the memory back; a second call does nothing. On `cuda` the free is ordered on `stream`."""
+        """Give the memory back; a second call does nothing. On `cuda` the free is ordered on `stream`, if it is still open."""
         if self.is_closed:
             return
         self._count_out()
@@ -103,7 +103,7 @@ class Memory(Unique):
             lent = list(self._lent or ())
             for holder in lent:  # a leak is better than an array of somebody else's bytes: the last of them frees it
                 holder.memory = native
-            if stream is not None and not lent:
+            if stream is not None and not stream.is_closed and not lent:
                 with stream.active():
                     native.close(stream.native)
 

@@ -75,9 +75,12 @@ class Stream:
     ----------
     handle : int
         The driver's stream address; 0 on the host targets.
+    is_closed : bool
+        Whether it was given back: nothing can be enqueued any more.
     """
 
     handle: int = 0
+    is_closed: bool = False
 
     @property
     def is_capturing(self) -> bool:
@@ -197,6 +200,7 @@ class CudaStream(Stream):
         """Destroy the native stream if it is owned."""
         if self._owns:
             self._owns = False
+            self.is_closed = True
             with self.active():
                 self.native.close()
 

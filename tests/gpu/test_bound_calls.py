@@ -45,6 +45,19 @@ def test_a_bound_call_runs_captured_and_in_any_thread() -> None:
             assert written(lambda: write(2)) == everything * 2 / 5
 
 
+def test_what_borrows_the_caches_may_be_closed_after_them() -> None:
+    config = tiny_config(None, heads=(2, 64), kv_cache_dtype="float8_e4m3")
+    resources = kv.SharedResources.create_for_llm(config, target="cuda")
+    io = kv.KVIO(resources.cache_managers[0])
+    attention = kv.PagedAttention(resources.cache_managers[0], io)
+    io.set_scales(0, 1.0, 1.0)
+    io.copy_pages(0, [(0, 1)])
+    resources.close()
+    attention.close()
+    io.close()
+    assert resources.device.memory.current_bytes == resources.device.pinned.current_bytes == 0
+
+
 def test_another_current_device_stays_current() -> None:
     from cuda.bindings import driver
 

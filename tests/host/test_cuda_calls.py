@@ -377,6 +377,19 @@ def test_a_stream_that_is_not_captured_takes_no_work(fake: Fake) -> None:
     assert {context for _, context in driver.calls} == {MINE}
 
 
+def test_memory_outlives_a_closed_stream(fake: Fake) -> None:
+    """What is closed after the stream is counted out, and goes back with its last reference."""
+    device, driver, _ = fake
+    memory, other = device.allocate(64), device.allocate(64)
+    other.close(device.stream)
+    assert ("buffer close", MINE) in driver.calls
+    device.stream.close()
+    driver.calls.clear()
+    memory.close(device.stream)
+    assert driver.calls == []
+    assert (memory.is_closed, device.memory.current_bytes) == (True, 0)
+
+
 def test_one_query_frees_every_block_whose_copy_ran_before(fake: Fake) -> None:
     device, driver, _ = fake
     staging = Staging(device, 4, initial_blocks=4)

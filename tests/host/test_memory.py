@@ -70,6 +70,7 @@ def test_device_memory_that_is_lent_is_freed_by_the_last_who_uses_it() -> None:
 
     class Stream:
         native = None
+        is_closed = False
         active = staticmethod(nullcontext)
 
     stats = MemoryStats()
