@@ -37,9 +37,9 @@ def uploaded(io: KVIO, values: np.ndarray) -> Tensor:
 class KVModel:
     """Writes random K and V of all layers in every step, and checks that each sequence still reads its own."""
 
-    def __init__(self, batch: kv.Batch, io: KVIO, kind: str = "float32", index: int = 0) -> None:
+    def __init__(self, batch: kv.Batch, io: KVIO, kind: str = "float32") -> None:
         self.batch, self.io, self.kind = batch, io, kind
-        self.caches = batch.resources.cache_managers[index]
+        self.caches = io.caches
         self.random = np.random.default_rng(5)
         config = batch.plan.config  # layers are decoder layers
         places = enumerate(config.attention_indices)
