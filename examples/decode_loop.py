@@ -61,10 +61,10 @@ def compiled(device):
     body, stream = cuda.jit(attend, device=True), cuda.external_stream(device.stream.handle)
 
     @cuda.jit
-    def kernel(items, *arrays):
+    def kernel(items, q, k_pages, v_pages, table, lengths, starts, window, out):
         item = cuda.grid(1)
         if item < items:
-            body(item, *arrays)
+            body(item, q, k_pages, v_pages, table, lengths, starts, window, out)
 
     def launch(items, *arrays):
         kernel[-(-items // 32), 32, stream](items, *arrays)

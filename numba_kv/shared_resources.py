@@ -228,6 +228,8 @@ class SharedResources(Unique):
         self._modes = [None if mode is None or rings is None else mode if rings else mode[:0] for rings in bounded]
         self.swa_kv_cache_mode = self._modes[0]
         self._owned.callback(self._uploader.close)
+        if planned:
+            self._uploader.prepare()  # weights will be loaded: not at the cost of the first of them
         self.device.stream.synchronize()
 
     def _build_model(self, plan: MemoryPlan, prefix: str) -> None:

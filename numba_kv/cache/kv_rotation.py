@@ -22,7 +22,6 @@ from numba_kv.geometry import RESERVED_PAGES, ceil_div
 from numba_kv.kernels.bits import KINDS
 from numba_kv.kernels.jit import lanes_of
 from numba_kv.kernels.kv_rotate import NO_NORM, rotate_kv
-from numba_kv.kernels.kv_rotate_rows import rotate_rows
 
 if TYPE_CHECKING:
     from numba_kv.device import Device
@@ -34,14 +33,10 @@ _KINDS = ("float32", "float16", "bfloat16")
 #: Channels of a unit, and units that a lane can add up one after the other.
 _UNIT, _MOST_UNITS = 16, 63
 _WARP = 32
-#: Threads of a block of one token: as many as it has work for, at most these.
-_FEW_THREADS = 384
-#: From so many tokens on, tokens of a block and its threads.
-_MANY_TOKENS, _SPAN, _MANY_THREADS = 2048, 8, 128
-#: Most threads of a block with a norm, or where a lane has several units of a head or nothing is aligned: more registers.
-_MORE_REGISTERS_THREADS = 256
-#: Threads of the latter from `_MANY_TOKENS` on.
-_SLOW_MANY_THREADS = 64
+#: Threads of a block: as many as a token has work for, or from this many tokens on, fewer that work longer.
+_FEW_THREADS, _MANY_THREADS, _MANY_TOKENS = 384, 64, 2048
+#: Most threads of a block where nothing is aligned, which takes more registers.
+_NARROW_THREADS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,13 +266,10 @@ def bind_rotation(pool: Tensor, call: Rotation, factors: Tensor | None, norm_bit
     team = min(_WARP, 1 << (units - 1).bit_length())
     work = (q_heads + 2 * heads) * team
     wide, single = _all_wide(pool, call, dim, rotary), units <= min(team, lanes_of(device, _WARP))
-    by_rows = wide and single
-    few = min(_FEW_THREADS if by_rows and not weights else _MORE_REGISTERS_THREADS, ceil_div(work, _WARP) * _WARP)
+    few = min(_FEW_THREADS if wide and single else _NARROW_THREADS, ceil_div(work, _WARP) * _WARP)
     shapes = [Shape(0, 1, few)]
-    if by_rows:
-        shapes.append(Shape(_MANY_TOKENS, _SPAN, min(few, _MANY_THREADS)))
-    elif few > _SLOW_MANY_THREADS:
-        shapes.append(Shape(_MANY_TOKENS, 1, _SLOW_MANY_THREADS))
+    if few > _MANY_THREADS:
+        shapes.append(Shape(_MANY_TOKENS, 1, _MANY_THREADS))
     values: dict[str, Tensor | int] = {
         "pool": flat(pool, 1),
         "q_weight": _bytes(call.q_weight, given),
@@ -308,17 +300,14 @@ def bind_rotation(pool: Tensor, call: Rotation, factors: Tensor | None, norm_bit
         values[name] = _bytes(tensor, given)
         for axis, part in enumerate(("token", "head")):
             values[f"{name}_{part}"] = 0 if tensor is None else tensor.strides[axis] * tensor.dtype.itemsize
-    kinds = {
-        "kind": KINDS[given.dtype.name],
-        "pool_kind": KINDS[pool.dtype.name if heads else given.dtype.name],
-        "weight_kind": KINDS[weights[0].dtype.name] if weights else NO_NORM,
-        "interleaved": int(call.interleaved),
-    }
-    if by_rows:
-        kernel = rotate_rows.fixed(**kinds)
-        values |= {"tokens": 0, "span": 1}
-    else:
-        kernel = rotate_kv.fixed(**kinds, wide=int(wide), single=int(single))
+    kernel = rotate_kv.fixed(
+        kind=KINDS[given.dtype.name],
+        pool_kind=KINDS[pool.dtype.name if heads else given.dtype.name],
+        weight_kind=KINDS[weights[0].dtype.name] if weights else NO_NORM,
+        interleaved=int(call.interleaved),
+        wide=int(wide),
+        single=int(single),
+    )
     return RowLaunch(kernel, device, values, 1, call.tokens, *shapes, named=call.named)
 
 

@@ -37,8 +37,10 @@ def _pointer(ir: Any, context: Any, builder: Any, array_type: Any, array: Any, a
     return builder.bitcast(place, ir.PointerType(element, 1))
 
 
-def load_bytes(count: int) -> Any:
+def load_bytes(count: int, *, once: bool = False) -> Any:
     """Return ``(memory, at) -> uint64``, or a pair of them for 16 bytes; `at` is a multiple of `count`.
+
+    With `once`, 16 bytes leave the nearest cache to what is read again.
 
     Loads of 8 and 16 bytes stay where they are written: the compiler would move them behind the branch that uses them, where
     they wait for what decides it.
@@ -53,7 +55,8 @@ def load_bytes(count: int) -> Any:
         if count == 8:
             return builder.asm(ir.FunctionType(word, [word]), "ld.global.u64 $0, [$1];", "=l,l", [place], True)
         two = ir.FunctionType(ir.LiteralStructType([word, word]), [word])
-        both = builder.asm(two, "ld.global.v2.u64 {$0, $1}, [$2];", "=l,=l,l", [place], True)
+        text = f"ld.global{'.L1::no_allocate' if once else ''}.v2.u64 {{$0, $1}}, [$2];"
+        both = builder.asm(two, text, "=l,=l,l", [place], True)
         return context.make_tuple(builder, pair, [builder.extract_value(both, i) for i in range(2)])
 
     @intrinsic

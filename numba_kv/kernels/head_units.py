@@ -17,10 +17,21 @@ import numpy as np
 
 from numba_kv.kernels.bits import float_of
 from numba_kv.kernels.jit import routine
-from numba_kv.kernels.wide_rows import element_nbytes, load_raw, load_some, store_raw, store_some
+from numba_kv.kernels.wide_rows import element_nbytes, load_raw, load_raw_once, load_some, store_raw, store_some
 from numba_kv.kernels.wide_values import inverse_root, minus, plus, times
 
-__all__ = ["close_tree", "get_run", "grow_tree", "norm_factor", "normalised", "put_run", "rotated", "squares", "unit_runs"]
+__all__ = [
+    "close_tree",
+    "get_run",
+    "get_run_once",
+    "grow_tree",
+    "norm_factor",
+    "normalised",
+    "put_run",
+    "rotated",
+    "squares",
+    "unit_runs",
+]
 
 
 @routine
@@ -42,6 +53,15 @@ def get_run(memory, at, first, count, kind, wide):
     place = at + first * element_nbytes(kind)
     if wide:
         return load_raw(memory, place, kind)
+    return load_some(memory, place, kind, count)
+
+
+@routine
+def get_run_once(memory, at, first, count, kind, wide):
+    """Return what `get_run` does, of a run that nobody near reads again."""
+    place = at + first * element_nbytes(kind)
+    if wide:
+        return load_raw_once(memory, place, kind)
     return load_some(memory, place, kind, count)
 
 

@@ -16,6 +16,7 @@ from numba_kv.kernels.bits import FLOAT8, FLOAT32, float_of
 from numba_kv.kernels.head_units import (
     close_tree,
     get_run,
+    get_run_once,
     grow_tree,
     norm_factor,
     normalised,
@@ -59,8 +60,8 @@ def both_runs(q, k, v, head, at, q_heads, heads, runs, is_there, kind, wide):
             memory = q
         elif head < q_heads + heads:
             memory = k
-        a = get_run(memory, at, first, count, kind, wide)
-        b = get_run(memory, at, second, rest, kind, wide)
+        a = get_run_once(memory, at, first, count, kind, wide)
+        b = get_run_once(memory, at, second, rest, kind, wide)
     return a, b
 
 

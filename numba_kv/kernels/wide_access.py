@@ -11,7 +11,7 @@ import numpy as np
 from numba_kv.kernels.gpu_intrinsics import load_bytes, store_bytes
 from numba_kv.kernels.jit import primitive, routine
 
-__all__ = ["load_2", "load_4", "load_8", "load_16", "store_2", "store_4", "store_8", "store_16"]
+__all__ = ["load_2", "load_4", "load_8", "load_16", "load_16_once", "store_2", "store_4", "store_8", "store_16"]
 
 
 @routine
@@ -50,6 +50,13 @@ def load_8(memory, at):
 @primitive(gpu=lambda architecture: load_bytes(16))
 def load_16(memory, at):
     """Return 16 bytes as two words, the lower address first."""
+    i = np.uint64(at)
+    return _eight(memory, i), _eight(memory, i + np.uint64(8))
+
+
+@primitive(gpu=lambda architecture: load_bytes(16, once=True))
+def load_16_once(memory, at):
+    """Return 16 bytes that nobody near reads again."""
     i = np.uint64(at)
     return _eight(memory, i), _eight(memory, i + np.uint64(8))
 

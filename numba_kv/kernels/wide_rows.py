@@ -10,7 +10,7 @@ import numpy as np
 
 from numba_kv.kernels.bits import BFLOAT16, FLOAT8, FLOAT16, FLOAT32
 from numba_kv.kernels.jit import routine
-from numba_kv.kernels.wide_access import load_2, load_4, load_8, load_16, store_2, store_4, store_8, store_16
+from numba_kv.kernels.wide_access import load_2, load_4, load_8, load_16, load_16_once, store_2, store_4, store_8, store_16
 from numba_kv.kernels.wide_values import (
     bfloat16_of,
     float8_of,
@@ -30,6 +30,7 @@ __all__ = [
     "element_nbytes",
     "floats_of",
     "load_raw",
+    "load_raw_once",
     "load_some",
     "raw_of",
     "reciprocal",
@@ -82,6 +83,19 @@ def load_raw(memory, at, kind):
     a, b = load_16(memory, at)
     if kind == FLOAT32:
         c, d = load_16(memory, at + 16)
+        return a, b, c, d
+    return a, b, none, none
+
+
+@routine
+def load_raw_once(memory, at, kind):
+    """Return what `load_raw` does, of elements that nobody near reads again."""
+    none = np.uint64(0)
+    if kind == FLOAT8:
+        return load_8(memory, at), none, none, none
+    a, b = load_16_once(memory, at)
+    if kind == FLOAT32:
+        c, d = load_16_once(memory, at + 16)
         return a, b, c, d
     return a, b, none, none
 

@@ -52,7 +52,8 @@ def measure_loading(
 ) -> dict[str, object]:
     """Time loading a file from the page cache onto the device, beside a plain page-locked copy of the same bytes.
 
-    The first load is that of a process which has loaded nothing yet: with the device memory, the staging and the threads.
+    The first load is that of a process which has loaded nothing yet, with the device memory; `external_weights_nbytes`
+    announces it, so that staging and threads are there. Without that the load makes them: `first_unannounced_ratio`.
 
     Parameters
     ----------
@@ -73,9 +74,13 @@ def measure_loading(
         path = Path(place) / "model.safetensors"
         write_checkpoint(path, nbytes)
         size = path.stat().st_size
-        code = f"from numba_kv.replay.bench_weights import print_loads; print_loads({str(path)!r}, {target!r}, {repeat})"
-        found = [json.loads(run_python(code)) for _ in range(processes)]
+        call = f"print_loads({str(path)!r}, {target!r}, {repeat}, announced="
+        found, unannounced = (
+            [json.loads(run_python(f"from {__name__} import print_loads; {call}{announced})")) for _ in range(processes)]
+            for announced in (True, False)
+        )
     copy, later, first = (statistics.median(chain(*(one[name] for one in found))) for name in ("copies", "later", "first"))
+    surprised = statistics.median(chain(*(one["first"] for one in unannounced)))
     return {
         "target": found[0]["target"],
         "nbytes": size,
@@ -83,21 +88,23 @@ def measure_loading(
         "first_load_gb_per_s": round(size / first / 1e9, 2),
         "later_load_gb_per_s": round(size / later / 1e9, 2),
         "first_ratio": round(copy / first, 3),
+        "first_unannounced_ratio": round(copy / surprised, 3),
         "later_ratio": round(copy / later, 3),
-        "staging_nbytes": found[0]["staging_nbytes"],
+        "staging_nbytes": unannounced[0]["staging_nbytes"],
     }
 
 
-def print_loads(path: str, target: str | None, repeat: int) -> None:
+def print_loads(path: str, target: str | None, repeat: int, *, announced: bool) -> None:
     """Time the first load of this process, then later ones and copies; print seconds as JSON."""
-    layer = AttentionLayer(num_kv_heads=1, head_dim=64)
-    config = LLMEngineConfig(layers=(layer,), max_batch_size=1, max_kv_cache_capacity=256)
+    layer, size = AttentionLayer(num_kv_heads=1, head_dim=64), Path(path).stat().st_size
+    config = LLMEngineConfig(
+        layers=(layer,), max_batch_size=1, max_kv_cache_capacity=256, external_weights_nbytes=size if announced else 0
+    )
     with SharedResources.create_for_llm(config, target=target) as resources:
         device, manager = resources.device, resources.external_weight_manager
         before = device.pinned.current_bytes
         first = _seconds(lambda: manager.load(path))
         staging = device.pinned.current_bytes - before
-        size = Path(path).stat().st_size
         copies, later = [], []
         with closing(_PlainCopy(device, size)) as plain, Uploader(device) as uploader:
             plain.run()

@@ -59,7 +59,7 @@ class Blocks:
         self._device = device
         self._nbytes = nbytes
         self._num_readers = num_readers
-        self._most = num_readers * each
+        self.most = num_readers * each
         self._pages: NDArray[np.uint8] | None = None  # until they are locked
         self._memory: Memory | None = None
         self._blocks: list[Block] = []
@@ -76,7 +76,7 @@ class Blocks:
 
     def prepare(self, wanted: int) -> None:
         """Have `wanted` blocks, or as many as there may be. Every block is idle."""
-        wanted = min(wanted, self._most)
+        wanted = min(wanted, self.most)
         if self._memory is not None and wanted <= len(self._blocks):
             return
         self.close()

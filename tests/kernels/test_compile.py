@@ -13,8 +13,8 @@ from numba_kv.kernels.spec import array, scalar
 
 ARCHITECTURES = ((8, 0), (9, 0), (10, 0), (12, 0))
 MAX_REGISTERS = 128  # so that two blocks of 256 threads share a multiprocessor
-#: Channel by channel, where nothing is aligned, and with a norm: one block of 256 threads is enough.
-MORE_REGISTERS = {"rotate_kv_13_20_13_1_0_0": 255, "rotate_rows_16_16_16_0": 255}
+#: Channel by channel, where nothing is aligned: one block of 256 threads is enough.
+MORE_REGISTERS = {"rotate_kv_13_20_13_1_0_0": 255}
 
 pytest.importorskip("numba_cuda", reason="numba-cuda is not installed: nothing can be compiled for a GPU")
 pytest.importorskip("cuda.core", reason="cuda-python is not installed: nothing can be assembled for a GPU")
@@ -27,16 +27,17 @@ from numba_kv.kernels.bits import BFLOAT16, FLOAT8, FLOAT16, FLOAT32  # noqa: E4
 from numba_kv.kernels.kv_copy import copy_page_units  # noqa: E402
 from numba_kv.kernels.kv_move import move_kv  # noqa: E402
 from numba_kv.kernels.kv_rotate import NO_NORM, rotate_kv  # noqa: E402
-from numba_kv.kernels.kv_rotate_rows import rotate_rows  # noqa: E402
 from numba_kv.kernels.on_cuda import _check_parameters, compile_ptx, entry_name  # noqa: E402
 from numba_kv.kernels.wide_rows import RAW  # noqa: E402
 from tests.helpers.machine_code import accesses  # noqa: E402
 
 
-def rotation(kind: int, pool_kind: int, weight_kind: int = NO_NORM, **slow: int) -> Kernel:
-    """Return the kernel for heads of one unit a lane, or with `wide` and `single` that for others."""
-    kernel = rotate_kv if slow else rotate_rows
-    return kernel.fixed(**{"kind": kind, "pool_kind": pool_kind, "weight_kind": weight_kind, "interleaved": 0, **slow})
+def rotation(
+    kind: int, pool_kind: int, weight_kind: int = NO_NORM, interleaved: int = 0, wide: int = 1, single: int = 1
+) -> Kernel:
+    return rotate_kv.fixed(
+        kind=kind, pool_kind=pool_kind, weight_kind=weight_kind, interleaved=interleaved, wide=wide, single=single
+    )
 
 
 #: Fixed forms that stand for the others, and how wide their accesses are.
@@ -58,7 +59,6 @@ WIDE = {
     "rotation": (rotation(BFLOAT16, BFLOAT16), {"LDG.32", "LDG.64", "LDG.128", "STG.128"}),
     "rotation to float8": (rotation(BFLOAT16, FLOAT8), {"LDG.32", "LDG.64", "LDG.128", "STG.64", "STG.128"}),
     "norm and rotation": (rotation(BFLOAT16, BFLOAT16, BFLOAT16), {"LDG.32", "LDG.64", "LDG.128", "STG.128"}),
-    "rotation of large heads": (rotation(BFLOAT16, BFLOAT16, wide=1, single=0), {"LDG.32", "LDG.64", "LDG.128", "STG.128"}),
     "pages": (copy_page_units, {"LDG.32", "LDG.128", "STG.128"}),
 }
 FORMS = (
@@ -66,7 +66,7 @@ FORMS = (
     move_kv.fixed(write=1, kind=FLOAT32, pool_kind=FLOAT16, has_heads=1),
 )
 KERNELS = {
-    **{name: each for name, each in all_kernels().items() if not name.startswith(("move_kv", "rotate_"))},
+    **{name: each for name, each in all_kernels().items() if not name.startswith(("move_kv", "rotate_kv"))},
     **{each.name: each for each in (*(kernel for kernel, _ in WIDE.values()), *FORMS)},
 }
 
@@ -233,7 +233,6 @@ def test_products_and_sums_stay_apart(name: str) -> None:
     assert not re.search(r"\bmul\.f32", ptx)
 
 
-def test_the_rotation_leaves_registers_for_five_blocks() -> None:
-    """Of 128 threads, on a multiprocessor of 65,536 registers."""
+def test_the_rotation_leaves_registers_for_six_blocks() -> None:
     _, log = assembled(WIDE["rotation"][0].name, (9, 0))
-    assert int(re.findall(r"Used (\d+) registers", log)[0]) <= 96
+    assert int(re.findall(r"Used (\d+) registers", log)[0]) <= 80

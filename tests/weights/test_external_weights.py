@@ -621,6 +621,7 @@ def test_the_benchmark_of_loading_runs(tmp_path: Path) -> None:
     found = measure_loading(nbytes=1 << 20, repeat=1, processes=1, folder=str(tmp_path))
     assert found["nbytes"] > 1 << 20  # the tensors and the header
     assert found["first_ratio"] > 0
+    assert found["first_unannounced_ratio"] > 0
     assert found["later_ratio"] > 0
     assert not list(tmp_path.iterdir())
 

@@ -79,6 +79,22 @@ def test_every_byte_arrives(sizes: list[int], readers: int, direct: bool | None)
     assert device.pinned.peak_bytes <= 8192
 
 
+@pytest.mark.parametrize("readers", [1, 3])
+def test_staging_can_be_made_in_advance(readers: int) -> None:
+    device, (segments, whole) = create_device(), contents([1000, 3, 4096, 70_000])
+    memory = dirty(device, len(whole))
+    with Uploader(device, staging_nbytes=8192, block_nbytes=1024, num_readers=readers, direct=False) as uploader:
+        for _ in range(2):  # the second time there is nothing to do
+            uploader.prepare()
+            made = device.pinned.current_bytes
+            assert uploader.staged_nbytes == made == 2 * readers * 1024
+        uploader.upload(segments, memory)
+        assert device.pinned.current_bytes == device.pinned.peak_bytes == made
+    assert np.array_equal(received(device, memory, len(whole)), whole)
+    with pytest.raises(StateError, match="closed"):
+        uploader.prepare()
+
+
 @given(st.lists(st.integers(0, 3000), max_size=8), st.integers(1, 5), st.integers(0, 2))
 def test_windows_are_the_segments(sizes: list[int], grains: int, gaps: int) -> None:
     segments, whole = contents(sizes, gap=256 * gaps)
