@@ -56,7 +56,9 @@ def test_half_the_layers_where_all_do_not_fit(monkeypatch: pytest.MonkeyPatch) -
         bench_spec._measure_what_fits(None, SpecSizes(layers=1), "mamba-2", MAMBA, "replay")
 
 
-def test_rounds_are_measured() -> None:
+def test_rounds_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, number in (("_ROUNDS", 2), ("_LAUNCHES", 2), ("_WARM_UP", 1), ("_CALLS", 11)):
+        monkeypatch.setattr(bench_spec, name, number)
     found = bench_spec._measure_rounds(None, SIZES, 1)
     assert found["what"] == "round, 1 drafts"
     assert all(isinstance(value, float) and value > 0 for name, value in found.items() if name != "what")
