@@ -259,6 +259,23 @@ def test_what_has_no_room_is_left_out(saved: Path, host: int) -> None:
         model.batch.audit()
 
 
+def test_a_load_without_host_memory_changes_nothing(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(nbytes: int) -> Any:
+        raise kv.CapacityError("host memory: none", needed=nbytes, free=0)
+
+    with model_of() as model:
+        serve(model, PROMPTS[1])
+        blocks = model.batch.reuse.cache.num_blocks
+        with monkeypatch.context() as patch:
+            patch.setattr(model.batch.resources.device, "allocate_staging", fails)
+            for call in (model.batch.load_prefixes, model.batch.save_prefixes):
+                with pytest.raises(kv.CapacityError):
+                    call(saved)
+        assert model.batch.reuse.cache.num_blocks == blocks
+        assert model.batch.load_prefixes(saved) > blocks
+        model.check_all()
+
+
 def test_nothing_can_be_saved_and_loaded_too(tmp_path: Path) -> None:
     path = tmp_path / "empty.safetensors"
     with model_of() as model:
