@@ -58,7 +58,7 @@ def run(data: Any, world: World) -> None:
     pasts: list[TokenContent] = []
     page, draw = world.page, data.draw
     for _ in range(draw(st.integers(1, 14))):
-        action = draw(st.sampled_from(["admit", "admit", "admit", "decode", "retire", "clear"]))
+        action = draw(st.sampled_from(["admit", "admit", "admit", "decode", "retire", "clear", "lease"]))
         ring_blocks = draw(st.sampled_from([1, 2, 4, 99]))
         if action == "admit":
             content = contents(draw, page, pasts)
@@ -66,6 +66,8 @@ def run(data: Any, world: World) -> None:
             row = world.admit(draw(st.sampled_from(identities(page))), content, draw(POLICIES))
             if row is not None:
                 world.prefill(row, ring_blocks)
+        elif action == "lease":
+            world.lease_for_nothing(draw(st.sampled_from(identities(page))), contents(draw, page, pasts))
         elif action == "clear" and draw(st.integers(0, 3)) == 0:
             world.cache.clear()
         elif world.rows:

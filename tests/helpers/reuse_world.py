@@ -147,6 +147,25 @@ class World:
         self.rows.append(row)
         return row
 
+    def lease_for_nothing(self, identity: ContextIdentity, content: TokenContent) -> None:
+        """Lease what a row would start with, if there is room, and give it back: nothing is held that was not held before."""
+        before = self.holders()
+        try:
+            lease = self.cache.admit(identity, content)
+        except CapacityError:
+            assert self.holders() == before
+            return
+        if lease.plan.is_hit:
+            assert self.holders() != before
+        lease.release()
+        assert self.holders() == before
+
+    def holders(self) -> tuple[Any, ...]:
+        """Return who holds what, beside the cache."""
+        slots = (*self.cache.store.windows, self.cache.store.snapshots)
+        shares = [pool.shares.tobytes() for pool in (self.pool, self.draft_pool) if pool is not None]
+        return tuple(shares), tuple(tuple(sorted(s for s, _ in pool.kept() if pool.is_pinned(s))) for pool in slots)
+
     def restore(self, row: Row, plan: ReusePlan) -> None:
         """Bring window copies and states of a plan into a row."""
         for w in range(len(self.groups.windows)):
