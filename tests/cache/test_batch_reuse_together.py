@@ -94,7 +94,7 @@ def opened_pair(base: kv.LLMEngineConfig = BASE, draft: kv.LLMEngineConfig = DRA
             kv.Batch(resources, index=1, reuse=kv.ReuseOptions(future_tokens=1, **options)),
         )
         ios = [stack.enter_context(kv.KVIO(caches)) for caches in resources.cache_managers]
-        yield Pair((ReuseModel(batches[0], ios[0]), DraftModel(batches[1], ios[1], index=1)))
+        yield Pair((ReuseModel(batches[0], ios[0]), DraftModel(batches[1], ios[1])))
     assert resources.device.memory.current_bytes == 0
 
 

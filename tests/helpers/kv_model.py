@@ -37,9 +37,9 @@ def uploaded(io: KVIO, values: np.ndarray) -> Tensor:
 class KVModel:
     """Writes random K and V of all layers in every step, and checks that each sequence still reads its own."""
 
-    def __init__(self, batch: kv.Batch, io: KVIO, kind: str = "float32", index: int = 0) -> None:
+    def __init__(self, batch: kv.Batch, io: KVIO, kind: str = "float32") -> None:
         self.batch, self.io, self.kind = batch, io, kind
-        self.caches = batch.resources.cache_managers[index]
+        self.caches = next(c for c in batch.resources.cache_managers if c.step_buffers is batch._buffers)
         self.random = np.random.default_rng(5)
         self.layers = [i for i, layer in enumerate(batch.plan.config.layers) if layer.owns_kv]
         self.told: dict[object, dict[int, list[np.ndarray]]] = {}
