@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -72,22 +73,22 @@ class KeptFiles:
 
         Stream: enqueues copies and waits. Cost: host memory for all of it.
         """
-        self._stepper.start_reads()
         lower = self._cache.store.lower
         stores = [self._cache.store, *([] if lower is None else [lower.store])]
         image, pairs = gather(self._cache.groups, stores)
         none = np.zeros((0, 2), np.int32)
-        found = {line: np.zeros((0, nbytes), np.uint8) for line, nbytes in self._sizes.items()}
-        for line, nbytes in self._sizes.items():
-            mine = pairs.get(line, none)
-            rows = found[line] = np.empty((len(mine), nbytes), np.uint8)
-            there = mine[:, 0] >= HOST
-            if host is not None and there.any():
-                rows[mine[there, 1]] = host.read(line, mine[there, 0] - np.int32(HOST))
-            for pages, part, slots in self._staged(line, len(mine) - int(there.sum())):
-                ids, at = mine[~there][part].T
-                pages.move(line, np.stack([ids, slots], axis=1), out=True)
-                rows[at] = pages.read(line, slots)
+        found = {line: np.empty((len(pairs.get(line, none)), nbytes), np.uint8) for line, nbytes in self._sizes.items()}
+        with self._staging({line: len(rows) for line, rows in found.items()}) as (pages, sizes):
+            self._stepper.start_reads()
+            for line, rows in found.items():
+                mine = pairs.get(line, none)
+                there = mine[:, 0] >= HOST
+                if host is not None and there.any():
+                    rows[mine[there, 1]] = host.read(line, mine[there, 0] - np.int32(HOST))
+                for part in _parts(mine[~there], sizes[line]):
+                    slots = np.arange(len(part), dtype=np.int32)
+                    pages.move(line, np.stack([part[:, 0], slots], axis=1), out=True)
+                    rows[part[:, 1]] = pages.read(line, slots)
         return PrefixFile(image, found)
 
     def write(self, path: str | os.PathLike[str], found: PrefixFile) -> None:
@@ -110,20 +111,23 @@ class KeptFiles:
 
         Stream: enqueues copies and waits.
         """
-        self._stepper.start_copies()
-        store = self._cache.store if host is None or self._cache.store.lower is None else self._cache.store.lower.store
-        moved: list[Moved] = []
-        for cargo in found.image.cargoes():
-            fitting = cargo if host is not None else self._fitting(cargo)
-            if fitting is not None:
-                moved += stow(store, fitting, self._cache.limits.max_blocks)
-        for line, mine in settled(moved).items():
-            if host is not None and len(mine):
-                host.write(line, mine[:, 1], found.rows[line][mine[:, 0]])
-                continue
-            for pages, part, slots in self._staged(line, len(mine)):
-                pages.write(line, slots, found.rows[line][mine[part, 0]])
-                pages.move(line, np.stack([slots, mine[part, 1]], axis=1), out=False)
+        lower = self._cache.store.lower
+        store = self._cache.store if host is None or lower is None else lower.store
+        with self._staging({line: 0 if host is not None else len(rows) for line, rows in found.rows.items()}) as (pages, sizes):
+            self._stepper.start_copies()
+            moved: list[Moved] = []
+            for cargo in found.image.cargoes():
+                fitting = cargo if host is not None else self._fitting(cargo)
+                if fitting is not None:
+                    moved += stow(store, fitting, self._cache.limits.max_blocks)
+            for line, mine in settled(moved).items():
+                if host is not None:
+                    host.write(line, mine[:, 1], found.rows[line][mine[:, 0]])
+                    continue
+                for part in _parts(mine, sizes[line]):
+                    slots = np.arange(len(part), dtype=np.int32)
+                    pages.write(line, slots, found.rows[line][part[:, 0]])
+                    pages.move(line, np.stack([slots, part[:, 1]], axis=1), out=False)
         return sum(self._held(store, cargo) for cargo in found.image.cargoes() if cargo.tail is None)
 
     @staticmethod
@@ -148,20 +152,22 @@ class KeptFiles:
         tail = cargo.tail if stop == cargo.stop else None
         return replace(cargo, lines=cargo.lines[:, : stop - cargo.start], tail=tail)
 
-    def _staged(self, line: int, count: int) -> Iterator[tuple[HostPages, slice, NDArray[np.int32]]]:
-        """Yield page-locked room for parts of `count` pages or snapshots of a line: the room, the part, ids of the room."""
-        if not count or not self._sizes[line]:
-            return
-        size = min(count, max(1, _STAGING_NBYTES // self._sizes[line]))
-        groups = len(self._stepper.plan.groups)
-        rooms = HostRooms(tuple(size if g == line else 0 for g in range(groups)), size if line == SNAPSHOTS else 0)
+    @contextmanager
+    def _staging(self, counts: dict[int, int]) -> Iterator[tuple[HostPages, dict[int, int]]]:
+        """Open page-locked room for `counts` pages and snapshots of each line, or for fewer at a time; also yields how many."""
+        sizes = {line: min(counts[line], max(1, _STAGING_NBYTES // max(1, nbytes))) for line, nbytes in self._sizes.items()}
+        rooms = HostRooms(tuple(sizes[group.index] for group in self._stepper.plan.groups), sizes[SNAPSHOTS])
         pages = HostPages(self._stepper.device, self._pools, rooms, self._states)
         try:
-            for first in range(0, count, size):
-                part = slice(first, min(first + size, count))
-                yield pages, part, np.arange(part.stop - first, dtype=np.int32)
+            yield pages, sizes
         finally:
             pages.close()
+
+
+def _parts(pairs: NDArray[np.int32], size: int) -> Iterator[NDArray[np.int32]]:
+    """Yield `size` pairs at a time."""
+    for first in range(0, len(pairs), max(1, size)):
+        yield pairs[first : first + size]
 
 
 def _layout(plan: MemoryPlan) -> tuple[list[Any], dict[int, int]]:

@@ -90,8 +90,9 @@ class BatchReuse:
             naming=with_compiled_chain(options.naming),
             on_event=options.on_event,
         )
+        placement.copies.prepare()
         self.host: HostPages | None = None
-        if options.host_bytes:
+        if options.host_bytes:  # after all else that takes memory
             self.host = open_host(self.cache, options, stepper, pools, kept_states)
         self._has_digest = bool(options.weights)
         self._files = KeptFiles(self.cache, self._engine, stepper, pools, kept_states)
@@ -99,7 +100,6 @@ class BatchReuse:
         self.contexts = SequenceContexts(ledger, self._page, options.future_tokens)
         self.publishing = PrefixPublishing(self.cache, stepper, placement, self.contexts, states)
         self.admission = PrefixAdmission(self.cache, stepper, placement, states)
-        placement.copies.prepare()
         ledger.kept = self if groups.has_full else None
 
     @property

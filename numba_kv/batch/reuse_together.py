@@ -57,7 +57,8 @@ def update_together(
 
     Stream: as `Batch.update`, for each batch.
     """
-    retired, admitted = [tuple(group) for group in listed("retire", retire)], listed("admit", admit)
+    batches, admitted = listed("batches", batches), listed("admit", admit)
+    retired = [tuple(listed("retire", group)) for group in listed("retire", retire)]
     _check(batches, retired)
     for batch in batches:
         if admitted:

@@ -257,3 +257,31 @@ def test_what_has_no_room_is_left_out(saved: Path, host: int) -> None:
         assert sum(model.batch.reuse.cache.bring_back(*key) for key in keys(model.batch, PROMPTS)) > 0 or not host
         assert sum(model.batch.reuse.cache.lookup(*key).reused_tokens for key in keys(model.batch, PROMPTS)) > 0
         model.batch.audit()
+
+
+def test_a_load_without_host_memory_changes_nothing(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(nbytes: int) -> Any:
+        raise kv.CapacityError("host memory: none", needed=nbytes, free=0)
+
+    with model_of() as model:
+        serve(model, PROMPTS[1])
+        blocks = model.batch.reuse.cache.num_blocks
+        with monkeypatch.context() as patch:
+            patch.setattr(model.batch.resources.device, "allocate_staging", fails)
+            for call in (model.batch.load_prefixes, model.batch.save_prefixes):
+                with pytest.raises(kv.CapacityError):
+                    call(saved)
+        assert model.batch.reuse.cache.num_blocks == blocks
+        assert model.batch.load_prefixes(saved) > blocks
+        model.check_all()
+
+
+def test_nothing_can_be_saved_and_loaded_too(tmp_path: Path) -> None:
+    path = tmp_path / "empty.safetensors"
+    with model_of() as model:
+        assert model.batch.save_prefixes(path) == 0
+        assert model.batch.load_prefixes(path) == 0
+        sequence = model.batch.admit(list(range(9)), policy=PublishPolicy())  # leaves no tail
+        model.batch.step({sequence: 9})
+        assert model.batch.save_prefixes(path) == 2
+        assert model.batch.load_prefixes(path) == 2

@@ -94,7 +94,7 @@ def opened_pair(base: kv.LLMEngineConfig = BASE, draft: kv.LLMEngineConfig = DRA
             kv.Batch(resources, index=1, reuse=kv.ReuseOptions(future_tokens=1, **options)),
         )
         ios = [stack.enter_context(kv.KVIO(caches)) for caches in resources.cache_managers]
-        yield Pair((ReuseModel(batches[0], ios[0]), DraftModel(batches[1], ios[1], index=1)))
+        yield Pair((ReuseModel(batches[0], ios[0]), DraftModel(batches[1], ios[1])))
     assert resources.device.memory.current_bytes == 0
 
 
@@ -181,7 +181,13 @@ def test_what_cannot_be_done_together_is_refused_and_changes_nothing() -> None:
         (first,) = both.admit([list(range(20))])
         both.compute(first)
         free = [batch.free_rows for batch in both.batches]
-        for wrong in ({"admit": [[1], [-1]]}, {"admit": [[1]] * 4}, {"retire": [first[:1]]}, {"retire": [first[::-1]]}):
+        for wrong in (
+            {"admit": [[1], [-1]]},
+            {"admit": [[1]] * 4},
+            {"retire": [first[:1]]},
+            {"retire": [first[::-1]]},
+            {"retire": first},
+        ):
             with pytest.raises((kv.InputError, kv.StateError, kv.CapacityError)):
                 update_together(both.batches, **wrong)
         with pytest.raises(kv.InputError, match="adapters: 'fr' given"):
@@ -189,7 +195,7 @@ def test_what_cannot_be_done_together_is_refused_and_changes_nothing() -> None:
         with pytest.raises(kv.InputError, match="media"):  # of the draft, when the base could do it
             update_together(both.batches, admit=[list(range(20)), kv.Prompt([1, 2], media=[kv.MediaSpan(0, 1, b"d" * 16)])])
         assert [batch.free_rows for batch in both.batches] == free
-        for wrong in ((), (both.base.batch, both.base.batch), (both.base.batch, None)):
+        for wrong in ((), (both.base.batch, both.base.batch), (both.base.batch, None), both.base.batch):
             with pytest.raises(kv.InputError, match="batches"):
                 update_together(wrong)
         with opened(BASE) as other, pytest.raises(kv.InputError, match="one of each model of one SharedResources"):

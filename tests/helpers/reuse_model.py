@@ -18,8 +18,8 @@ Key = tuple[Any, tuple[int, ...]]
 class ReuseModel(KVModel):
     """Computes K and V of every token from its context; what a sequence reuses has to be just that."""
 
-    def __init__(self, batch: kv.Batch, io: kv.KVIO, kind: str = "float32", index: int = 0) -> None:
-        super().__init__(batch, io, kind, index)
+    def __init__(self, batch: kv.Batch, io: kv.KVIO, kind: str = "float32") -> None:
+        super().__init__(batch, io, kind)
         self.ids: dict[object, list[int]] = {}
         self.owner: dict[object, Any] = {}
         self.hits = 0

@@ -9,7 +9,7 @@ from hypothesis import given, strategies as st
 from numba_kv.ledger.reuse.groups import ReuseGroups
 from numba_kv.ledger.reuse.prefix_cache import CacheLimits
 from tests.helpers.reuse_host_world import HostWorld
-from tests.host.test_reuse_worlds import NAMINGS, WINDOWS, run
+from tests.helpers.reuse_requests import NAMINGS, WINDOWS, run
 
 
 @st.composite

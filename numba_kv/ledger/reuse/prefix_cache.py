@@ -25,7 +25,6 @@ from numba_kv.ledger.reuse.content import TokenContent
 from numba_kv.ledger.reuse.events import BlockEvent, ReuseFigures
 from numba_kv.ledger.reuse.eviction import Wanted
 from numba_kv.ledger.reuse.groups import ReuseGroups
-from numba_kv.ledger.reuse.host_tier import HostTier
 from numba_kv.ledger.reuse.identity import ContextIdentity
 from numba_kv.ledger.reuse.kept_pages import KeptPages, PageClasses, SharedPages
 from numba_kv.ledger.reuse.lease import HeldPages, Lease, hold
@@ -80,8 +79,6 @@ class PrefixCache:
         See `KeptStore`.
     limits : CacheLimits, optional
         How much is kept.
-    host : HostTier, optional
-        Keeps what has to go; None: it is lost.
     """
 
     def __init__(
@@ -95,7 +92,6 @@ class PrefixCache:
         limits: CacheLimits | None = None,
         naming: BlockHash | None = None,
         on_event: Callable[[BlockEvent], None] | None = None,
-        host: HostTier | None = None,
     ) -> None:
         self.groups = groups
         self.limits = limits or CacheLimits()
@@ -112,7 +108,6 @@ class PrefixCache:
             naming=naming,
             on_event=on_event,
         )
-        self.store.lower = host
 
     @property
     def figures(self) -> ReuseFigures:
@@ -204,7 +199,7 @@ class PrefixCache:
         )
 
     def bring_back(self, identity: ContextIdentity, content: TokenContent, *, priority: int = 0, spare: int = 0) -> int:
-        """Bring to the device what a sequence can reuse of the host; a lookup then finds so many tokens more.
+        """Bring to the device what a sequence can reuse of `KeptStore.lower`; a lookup then finds so many tokens more.
 
         See `HostTier.bring_back`.
         """
