@@ -21,8 +21,8 @@ __all__ = ["AttentionMemory", "Cut", "LayerCut", "Target", "target_of"]
 
 #: Blocks of 128 lanes that keep a large GPU busy: fewer are split.
 _BUSY_BLOCKS = 512
-#: Keys below which a split is not worth a block.
-_SPLIT_KEYS = 256
+#: Keys below which a split is not worth a block: a part of a tile, as blocks of few rows have the GPU for themselves.
+_SPLIT_KEYS = 64
 #: Floats that the parts of split queries may take.
 _PARTIAL_FLOATS = 1 << 21
 
