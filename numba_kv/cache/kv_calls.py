@@ -6,8 +6,7 @@ Knows layers, steps and scales. Enqueues nothing and keeps nothing but scales: `
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from numba_kv.cache.kv_launch import RowLaunch
 from numba_kv.cache.kv_operands import bind_rows, check_aligned, dense, reshaped, unowned
@@ -41,9 +40,8 @@ class Step(Protocol):
         """Position of each token: int32 [T]."""
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
-    """One call on a layer.
+class Call(NamedTuple):
+    """One call on a layer; a tuple, because one is made in every call.
 
     Attributes
     ----------

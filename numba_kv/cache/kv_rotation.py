@@ -6,6 +6,7 @@ Knows shapes, strides and element types. Does not know layers or steps.
 from __future__ import annotations
 
 import math
+import struct
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["HeadNorm", "Rotation", "bind_rotation", "rotation_of"]
 
 _FLOAT32 = dtype("float32")
+_FLOAT, _TINY = struct.Struct("<f"), 2.0**-126
 _KINDS = ("float32", "float16", "bfloat16")
 #: Channels of a unit, and units that a lane can add up one after the other.
 _UNIT, _MOST_UNITS = 16, 63
@@ -68,18 +70,24 @@ class HeadNorm:
         InputError
             If they are no such numbers.
         """
-        found = []
-        for name, value, least in (("eps", self.eps, float(np.finfo(np.float32).tiny)), ("offset", self.offset, -math.inf)):
-            try:
-                with np.errstate(over="ignore"):
-                    number = np.float32(value)
-            except (TypeError, ValueError, OverflowError):
-                raise InputError(f"norm: {name} {value!r} is not a number") from None
-            if not np.isfinite(number) or number < least:
-                wanted = "a finite number above zero" if name == "eps" else "a finite number"
-                raise InputError(f"norm: {name} {value!r} given; {wanted} wanted")
-            found.append(int(number.view(np.uint32)))
-        return found[0], found[1]
+        return _bits("eps", self.eps, _TINY), _bits("offset", self.offset, -math.inf)
+
+
+def _bits(name: str, value: Any, least: float) -> int:
+    """Return a finite number of at least `least` as the bits of float32."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
+        raise InputError(f"norm: {name} {value!r} is not a number") from None
+    try:
+        packed = _FLOAT.pack(number)
+    except OverflowError:
+        packed = _FLOAT.pack(math.inf)
+    rounded = _FLOAT.unpack(packed)[0]
+    if not math.isfinite(rounded) or rounded < least:
+        wanted = "a finite number above zero" if name == "eps" else "a finite number"
+        raise InputError(f"norm: {name} {value!r} given; {wanted} wanted")
+    return int.from_bytes(packed, "little")
 
 
 @dataclass(frozen=True, slots=True)
