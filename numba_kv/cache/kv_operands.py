@@ -16,7 +16,7 @@ from numba_kv.device import Memory, MemoryStats, Tensor
 from numba_kv.device.interop import as_tensor
 from numba_kv.dtypes import dtype
 from numba_kv.errors import InputError, ShapeError
-from numba_kv.geometry import RESERVED_PAGES, ceil_div
+from numba_kv.geometry import RESERVED_PAGES
 from numba_kv.kernels.bits import KINDS
 from numba_kv.kernels.kv_move import move_kv
 from numba_kv.kernels.kv_read import gather_kv, gather_kv_words
@@ -31,8 +31,8 @@ __all__ = ["bind_rows", "check_aligned", "dense", "flat", "flat_slab", "is_wide"
 _UNITS = {1: dtype("uint8"), 2: dtype("uint16"), 4: dtype("uint32"), 8: dtype("uint64")}
 _WORD = 8
 _WIDE = 16
-#: Tokens from which on a block takes several, and the units that it should have then: two a thread of 256.
-_MANY_TOKENS, _MANY_UNITS = 2048, 512
+#: Units that a block should have, one a thread, and from so many tokens on.
+_FEW_UNITS, _MANY_TOKENS, _MANY_UNITS = 64, 2048, 128
 #: Kinds of the dense arrays; float8 is moved between float8 pools and float8 arrays as it is.
 _DENSE = ("float32", "float16", "bfloat16")
 
@@ -242,8 +242,8 @@ def _bind_wide(
         pool_kind=RAW if raw else KINDS[pool.dtype.name],
         has_heads=int(has_heads),
     )
-    few, many = max(1, 64 // units), max(1, _MANY_UNITS // units)
-    shapes = [Shape(0, few, threads_for(ceil_div(few * units, 2)))]
+    few, many = max(1, _FEW_UNITS // units), max(1, _MANY_UNITS // units)
+    shapes = [Shape(0, few, threads_for(few * units))]
     if many > few:
-        shapes.append(Shape(_MANY_TOKENS, many, threads_for(ceil_div(many * units, 2))))
+        shapes.append(Shape(_MANY_TOKENS, many, threads_for(many * units)))
     return RowLaunch(kernel, pool.device, given, 1, k.shape[0], *shapes)

@@ -29,7 +29,7 @@ __all__ = ["PageCopies"]
 #: Pairs of one launch.
 MAX_PAIRS = 1024
 #: Bytes of a page that one block copies.
-PART_NBYTES = 1 << 15
+PART_NBYTES = 1 << 13
 _WORD, _WIDE = 8, 16
 
 

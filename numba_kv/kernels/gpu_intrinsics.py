@@ -74,10 +74,10 @@ def load_bytes(count: int, *, once: bool = False) -> Any:
     return load
 
 
-def store_bytes(count: int) -> Any:
+def store_bytes(count: int, *, streams: bool = True) -> Any:
     """Return ``(memory, at, word)``, or ``(memory, at, low, high)`` for 16 bytes; `at` is a multiple of `count`.
 
-    Stores of 16 bytes are streaming: what they write is the first to leave the cache, and a large copy is faster for it.
+    With `streams`, what 16 bytes write is the first to leave the cache.
     """
     ir, types, intrinsic = _intrinsic()
 
@@ -90,7 +90,7 @@ def store_bytes(count: int) -> Any:
                 word = ir.IntType(64)
                 place = builder.ptrtoint(_pointer(ir, context, builder, memory, array, at, ir.IntType(8)), word)
                 store = ir.FunctionType(ir.VoidType(), [word] * 3)
-                text = "st.global.cs.v2.u64 [$0], {$1, $2};"
+                text = f"st.global{'.cs' if streams else ''}.v2.u64 [$0], {{$1, $2}};"
                 builder.asm(store, text, "l,l,l,~{memory}", [place, *parts], True)
                 return context.get_dummy_value()
 

@@ -2,10 +2,10 @@
 
 The work of `write_kv` and `gather_kv`, and their bits, by accesses of 16 bytes. Memory is given as bytes, and so are strides.
 
-    item: `span` tokens          unit of a token: u = head * row + c
-    lane: units u, u + lanes     16 bytes, or eight elements where they change their type; of K and of V
+    item: `span` tokens                unit of a token: u = head * row + c
+    lane: units lane, lane + lanes     16 bytes, or eight elements where they change their type; of K and of V
 
-Nothing is divided and two units are on their way at once; K and V are loaded before it is known whether their slot is a slot.
+Nothing is divided; K and V are loaded before it is known whether their slot is a slot.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from numba_kv.kernels.bits import FLOAT8
 from numba_kv.kernels.jit import kernel, routine
 from numba_kv.kernels.kv_write import slot_offset
 from numba_kv.kernels.spec import array, scalar
-from numba_kv.kernels.wide_rows import divided, floats_of, load_raw, raw_of, rescaled, store_raw, unit_nbytes
+from numba_kv.kernels.wide_rows import divided, floats_of, load_raw, raw_of, rescaled, store_raw_kept, unit_nbytes
 
 __all__ = ["changed", "move_kv"]
 
@@ -101,57 +101,33 @@ def move_kv(
     """
     first = np.int64(item) * span
     stop = min(span, tokens - first) * units
+    step, pool_step = unit_nbytes(kind), unit_nbytes(pool_kind)
     u = np.int64(lane)
     while u < stop:
-        w = u + lanes
-        two = w < stop
-        if not two:
-            w = u  # the same unit again costs nothing, and no load waits for a branch
-        t0, t1 = np.int64(0), np.int64(0)
-        c0, c1 = u, w
+        t, c, h = np.int64(0), u, np.int64(0)
         if span > 1:
-            t0, t1 = divided(u, units, by_units), divided(w, units, by_units)
-            c0 -= t0 * units
-            c1 -= t1 * units
-        h0, h1 = np.int64(0), np.int64(0)
+            t = divided(u, units, by_units)
+            c -= t * units
         if has_heads:
-            h0, h1 = divided(c0, row, by_row), divided(c1, row, by_row)
-            c0 -= h0 * row
-            c1 -= h1 * row
-        t0 += first
-        t1 += first
-        slot0, slot1 = slots[np.uint64(t0)], slots[np.uint64(t1)]
-        is0 = slot0 >= 0 and slot0 < num_slots
-        is1 = slot1 >= 0 and slot1 < num_slots
-        step, pool_step = unit_nbytes(kind), unit_nbytes(pool_kind)
-        k0, k1 = t0 * k_token + h0 * k_head + c0 * step, t1 * k_token + h1 * k_head + c1 * step
-        v0, v1 = t0 * v_token + h0 * v_head + c0 * step, t1 * v_token + h1 * v_head + c1 * step
-        at0 = h0 * pool_head + c0 * pool_step
-        at1 = h1 * pool_head + c1 * pool_step
+            h = divided(c, row, by_row)
+            c -= h * row
+        t += first
+        slot = slots[np.uint64(t)]
+        is_slot = slot >= 0 and slot < num_slots
+        k_at, v_at = t * k_token + h * k_head + c * step, t * v_token + h * v_head + c * step
+        at = h * pool_head + c * pool_step
         if write:
-            key0, value0 = load_raw(k, k0, kind), load_raw(v, v0, kind)
-            key1, value1 = load_raw(k, k1, kind), load_raw(v, v1, kind)
-            if is0:
-                at0 += slot_offset(slot0, shift, pool_page, pool_token)
-                store_raw(pool, at0, changed(key0, kind, pool_kind, factors, h0), pool_kind)
-                store_raw(pool, at0 + pool_half, changed(value0, kind, pool_kind, factors, heads + h0), pool_kind)
-            if two and is1:
-                at1 += slot_offset(slot1, shift, pool_page, pool_token)
-                store_raw(pool, at1, changed(key1, kind, pool_kind, factors, h1), pool_kind)
-                store_raw(pool, at1 + pool_half, changed(value1, kind, pool_kind, factors, heads + h1), pool_kind)
+            key, value = load_raw(k, k_at, kind), load_raw(v, v_at, kind)
+            if is_slot:
+                at += slot_offset(slot, shift, pool_page, pool_token)
+                store_raw_kept(pool, at, changed(key, kind, pool_kind, factors, h), pool_kind)
+                store_raw_kept(pool, at + pool_half, changed(value, kind, pool_kind, factors, heads + h), pool_kind)
         else:
             none = np.uint64(0)
-            key0, value0 = (none, none, none, none), (none, none, none, none)
-            key1, value1 = (none, none, none, none), (none, none, none, none)
-            if is0:
-                at0 += slot_offset(slot0, shift, pool_page, pool_token)
-                key0, value0 = load_raw(pool, at0, pool_kind), load_raw(pool, at0 + pool_half, pool_kind)
-            if is1:
-                at1 += slot_offset(slot1, shift, pool_page, pool_token)
-                key1, value1 = load_raw(pool, at1, pool_kind), load_raw(pool, at1 + pool_half, pool_kind)
-            store_raw(k, k0, changed(key0, pool_kind, kind, factors, h0), kind)
-            store_raw(v, v0, changed(value0, pool_kind, kind, factors, heads + h0), kind)
-            if two:
-                store_raw(k, k1, changed(key1, pool_kind, kind, factors, h1), kind)
-                store_raw(v, v1, changed(value1, pool_kind, kind, factors, heads + h1), kind)
-        u += 2 * lanes
+            key, value = (none, none, none, none), (none, none, none, none)
+            if is_slot:
+                at += slot_offset(slot, shift, pool_page, pool_token)
+                key, value = load_raw(pool, at, pool_kind), load_raw(pool, at + pool_half, pool_kind)
+            store_raw_kept(k, k_at, changed(key, pool_kind, kind, factors, h), kind)
+            store_raw_kept(v, v_at, changed(value, pool_kind, kind, factors, heads + h), kind)
+        u += lanes

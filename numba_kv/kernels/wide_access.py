@@ -11,7 +11,18 @@ import numpy as np
 from numba_kv.kernels.gpu_intrinsics import load_bytes, store_bytes
 from numba_kv.kernels.jit import primitive, routine
 
-__all__ = ["load_2", "load_4", "load_8", "load_16", "load_16_once", "store_2", "store_4", "store_8", "store_16"]
+__all__ = [
+    "load_2",
+    "load_4",
+    "load_8",
+    "load_16",
+    "load_16_once",
+    "store_2",
+    "store_4",
+    "store_8",
+    "store_16",
+    "store_16_kept",
+]
 
 
 @routine
@@ -88,5 +99,12 @@ def store_8(memory, at, word):
 @primitive(gpu=lambda architecture: store_bytes(16))
 def store_16(memory, at, low, high):
     """Set 16 bytes to two words."""
+    _put(memory, np.uint64(at), low, 8)
+    _put(memory, np.uint64(at) + np.uint64(8), high, 8)
+
+
+@primitive(gpu=lambda architecture: store_bytes(16, streams=False))
+def store_16_kept(memory, at, low, high):
+    """Set 16 bytes to two words, which stay in the cache."""
     _put(memory, np.uint64(at), low, 8)
     _put(memory, np.uint64(at) + np.uint64(8), high, 8)

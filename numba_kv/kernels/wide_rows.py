@@ -10,7 +10,18 @@ import numpy as np
 
 from numba_kv.kernels.bits import BFLOAT16, FLOAT8, FLOAT16, FLOAT32
 from numba_kv.kernels.jit import routine
-from numba_kv.kernels.wide_access import load_2, load_4, load_8, load_16, load_16_once, store_2, store_4, store_8, store_16
+from numba_kv.kernels.wide_access import (
+    load_2,
+    load_4,
+    load_8,
+    load_16,
+    load_16_once,
+    store_2,
+    store_4,
+    store_8,
+    store_16,
+    store_16_kept,
+)
 from numba_kv.kernels.wide_values import (
     bfloat16_of,
     float8_of,
@@ -36,6 +47,7 @@ __all__ = [
     "reciprocal",
     "rescaled",
     "store_raw",
+    "store_raw_kept",
     "store_some",
     "unit_nbytes",
 ]
@@ -110,6 +122,18 @@ def store_raw(memory, at, raw, kind):
         store_16(memory, at, a, b)
     if kind == FLOAT32:
         store_16(memory, at + 16, c, d)
+
+
+@routine
+def store_raw_kept(memory, at, raw, kind):
+    """Set what `store_raw` does, to stay in the cache."""
+    a, b, c, d = raw
+    if kind == FLOAT8:
+        store_8(memory, at, a)
+    else:
+        store_16_kept(memory, at, a, b)
+    if kind == FLOAT32:
+        store_16_kept(memory, at + 16, c, d)
 
 
 @routine
