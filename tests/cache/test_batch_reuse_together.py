@@ -141,11 +141,10 @@ def test_the_first_token_belongs_to_the_identity() -> None:
         assert both.admit([[60, *range(1, 20)]])[0][1].reused_tokens == 0
 
 
-@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("host", [0, 30_000])
-def test_any_prompts_are_served_by_both(seed: int, host: int, target: str) -> None:
+def test_any_prompts_are_served_by_both(host: int, target: str) -> None:
     with opened_pair(host_bytes=host, limits=CacheLimits()) as both:
-        random = np.random.default_rng(seed)
+        random = np.random.default_rng(1)
         stems = [random.integers(0, 3, 30).tolist() for _ in range(3)]
         running: list[tuple[Any, Any]] = []
         hits = 0

@@ -180,7 +180,7 @@ def reused(w: World, seed: int) -> int:
     """Serve many prompts of few beginnings; return how much of them was reused."""
     random, total = np.random.default_rng(seed), 0
     stems = [random.integers(0, 3, 30).tolist() for _ in range(4)]
-    for _ in range(60):
+    for _ in range(40):
         stem = stems[int(random.integers(4))]
         tokens = stem[: int(random.integers(5, 30))] + random.integers(0, 3, int(random.integers(6))).tolist()
         row = w.admit(MINE, TokenContent(PAGE, tokens), ALL)
