@@ -17,7 +17,6 @@ from numba_kv.kernels.sent_launch import SentLaunch
 from numba_kv.kernels.slots import fill_carry, fill_slots
 
 if TYPE_CHECKING:
-    import numpy as np
     from numpy.typing import NDArray
 
     from numba_kv.batch.edits import EditBlock

@@ -37,14 +37,14 @@ class BoundCall(Unique):
     Stream: enqueues. Cost: one launch; with other tokens than the time before, a few microseconds more.
     """
 
-    __slots__ = ("_again", "_device", "_guard", "_keep", "_launch", "_lock", "_memory", "_tokens", "max_tokens")
+    __slots__ = ("_again", "_device", "_guard", "_keep", "_launch", "_lock", "_memories", "_tokens", "max_tokens")
 
     def __init__(self, device: Device, guard: CallGuard, call: Call) -> None:
         self._device = device
         self._guard = guard
         self._lock = guard.lock
-        self._memory = call.pool._memory
         self._keep = call.tensors
+        self._memories = list({id(t._memory): t._memory for t in (call.pool, *call.tensors) if t is not None}.values())
         self._launch = call.bind()
         self._launch.check(call.tokens)
         self.max_tokens = min(self._launch.tokens, call.slots.size)
@@ -74,9 +74,11 @@ class BoundCall(Unique):
         if not lock.acquire(False):
             self._guard.take()  # says why not
         try:
-            if self._guard.is_closed or self._memory.is_closed:
+            if self._guard.is_closed:
                 self._guard.check_open()
-                raise StateError("the pools are gone; SharedResources was closed")
+            for memory in self._memories:
+                if memory.is_closed:
+                    raise StateError("pools or arrays are gone; SharedResources or an array of the call was closed")
             if tokens is not None and tokens != self._tokens:
                 self._aim(tokens)
             if stream is None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numba
 import numpy as np
 
+from numba_kv.kernels.host_code import compiled
 from numba_kv.ledger.reuse.block_hash import HASH_BYTES, Blake2bHash, BlockHash
 
 if TYPE_CHECKING:
@@ -32,7 +33,6 @@ _I6, _I7 = np.uint64(0x1F83D9ABFB41BD6B), np.uint64(0x5BE0CD19137E2179)
 _START = _I0 ^ np.uint64(0x01010000 | HASH_BYTES)
 _ALL_BITS, _NO_BITS = np.uint64((1 << 64) - 1), np.uint64(0)
 
-_compiled: Any = numba.njit(cache=True, _nrt=False)
 _inlined: Any = numba.njit(forceinline=True, _nrt=False, no_cpython_wrapper=True, no_cfunc_wrapper=True)
 
 
@@ -96,7 +96,7 @@ def _compressed(h, message, at, count, last):
     )  # fmt: skip
 
 
-@_compiled
+@compiled("void(uint64[:, ::1], int64, uint64[::1], uint64[:, ::1])")
 def _chain(words: NDArray[np.uint64], nbytes: int, message: NDArray[np.uint64], names: NDArray[np.uint64]) -> None:
     """Name blocks.
 
@@ -127,7 +127,7 @@ def chain_names(parent: bytes, tokens: NDArray[np.int32]) -> list[bytes]:
     tokens : int32 [n, P]
         Their tokens.
 
-    Cost: 0.2 us a block of 16 tokens; compiles on first use (a second or two; cached on disk).
+    Cost: 0.2 us a block of 16 tokens; importing this module compiles (a second or two; cached on disk).
     """
     blocks, size = tokens.shape
     padded = np.zeros((blocks, size + size % 2), "<i4")
@@ -142,8 +142,7 @@ def chain_names(parent: bytes, tokens: NDArray[np.int32]) -> list[bytes]:
 
 
 def with_compiled_chain(naming: BlockHash | None) -> BlockHash | None:
-    """Return what names blocks as `naming` does, with code that is compiled now; `naming` itself if there is none for it."""
+    """Return what names blocks as `naming` does, with compiled code; `naming` itself if there is none for it."""
     if type(naming) is not Blake2bHash or naming.chain is not None:
         return naming
-    chain_names(bytes(HASH_BYTES), np.zeros((0, 1), np.int32))
     return Blake2bHash(chain_names)

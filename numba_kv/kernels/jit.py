@@ -58,6 +58,7 @@ _MAX_THREADS = 1024
 #: The simulator starts one Python thread a lane; a few already show that lanes share an item.
 SIM_LANES = 4
 _MOST_ITEMS = (1 << 63) - 1
+_MOST_BLOCKS = (1 << 31) - 1  # of a grid's first axis
 _REGISTRY: dict[str, Kernel] = {}
 #: Compute capability.
 Architecture = tuple[int, int]
@@ -309,9 +310,18 @@ class Launch:
         self._run = _runner(self)
 
     def prepare(self, items: int) -> int:
-        """Set the number of items, for a caller that launches by itself; return the blocks of threads that they take."""
+        """Set the number of items, for a caller that launches by itself; return the blocks of threads that they take.
+
+        Raises
+        ------
+        InputError
+            If they are more than a grid has.
+        """
+        blocks = -(-items // self._per_block)
+        if blocks > _MOST_BLOCKS:
+            raise InputError(f"kernel {self.kernel.name}: items: {items} take {blocks} blocks, a grid has {_MOST_BLOCKS}")
         self._words[0] = items
-        return -(-items // self._per_block)
+        return blocks
 
     def __call__(self, items: int, stream: Stream, **scalars: int) -> None:
         """Run the kernel over `items` items.

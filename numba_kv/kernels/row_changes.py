@@ -11,12 +11,11 @@ An empty row has 0 of all but the first.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import numba
 import numpy as np
 
-from numba_kv.kernels.host_code import compiled_on_disk
+from numba_kv.kernels.host_code import compiled, part
 from numba_kv.kernels.layout import (
     CLEAR_TO,
     FLAGS,
@@ -37,10 +36,7 @@ __all__ = ["RowArrays", "lowest_free", "note_change", "note_change_at", "write_c
 
 _GENERATION, _PROMPT, _LEASED, _LOW, _HIGH, _, _FLOOR = range(7)
 
-_compiled: Any = numba.njit(cache=True, _nrt=False)
-
-
-@_compiled
+@part
 def lowest_free(
     request: NDArray[np.int64], leaving: int, joining: int, live: NDArray[np.bool_], changes: NDArray[np.int8]
 ) -> int:
@@ -68,7 +64,7 @@ def lowest_free(
     return total
 
 
-@_compiled
+@part
 def write_records(
     words: NDArray[np.int32],
     changes: NDArray[np.int8],
@@ -102,7 +98,7 @@ def write_records(
     return at
 
 
-@_compiled
+@part
 def write_change(
     request: NDArray[np.int64],
     leaving: int,
@@ -118,7 +114,7 @@ def write_change(
     return records, write_records(words, changes, records, numbers, rings)
 
 
-@_compiled
+@part
 def note_change(
     request: NDArray[np.int64],
     leaving: int,
@@ -218,7 +214,8 @@ _lines_of_int32 = array_from_address("int32", 2, False)
 _NUM_WORDS = 16
 
 
-def _write_change_at(arrays, words, num_words, leaving, joining):
+@compiled("UniTuple(int64, 2)(int64, int64, int64, int64, int64)")
+def write_change_at(arrays, words, num_words, leaving, joining):
     """Do `write_change` with `RowArrays` at an address, into `num_words` words at another; return records and words."""
     at = _array_of_int64(arrays, (_NUM_WORDS,))
     rows = at[10]
@@ -234,7 +231,8 @@ def _write_change_at(arrays, words, num_words, leaving, joining):
     )
 
 
-def _note_change_at(arrays, leaving, joining, admitted, top, first_window):
+@compiled("UniTuple(int64, 2)(int64, int64, int64, int64, int64, int64)")
+def note_change_at(arrays, leaving, joining, admitted, top, first_window):
     """Do `note_change` with `RowArrays` at an address."""
     at = _array_of_int64(arrays, (_NUM_WORDS,))
     rows = at[10]
@@ -254,6 +252,3 @@ def _note_change_at(arrays, leaving, joining, admitted, top, first_window):
         first_window,
     )
 
-
-write_change_at = compiled_on_disk(f"UniTuple(int64, 2)({', '.join(['int64'] * 5)})", _write_change_at)
-note_change_at = compiled_on_disk(f"UniTuple(int64, 2)({', '.join(['int64'] * 6)})", _note_change_at)

@@ -5,11 +5,11 @@ Plain loops over the ledger's arrays, as in `row_changes`, which says what the l
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import numba
 import numpy as np
 
+from numba_kv.kernels.host_code import compiled, part
 from numba_kv.kernels.layout import CHUNKED, CLEAR_FROM, CLEAR_TO, COUNT, FIRST, IDS_AT, RECORD_WORDS, ROW, SLIDING
 
 if TYPE_CHECKING:
@@ -19,10 +19,10 @@ __all__ = ["find_needs", "least_steps", "note_even_steps", "note_growth", "write
 
 _LEASED, _LOW, _HIGH, _PEAK, _FIRST_BEGIN = 2, 3, 4, 5, 7
 
-_compiled: Any = numba.njit(cache=True, _nrt=False)
+_ROW, _ROWS, _IDS = "int64[::1]", "int64[:, ::1]", "int32[::1]"
 
 
-@_compiled
+@compiled(f"UniTuple(int64, 3)({_ROW}, boolean[::1], {_ROWS}, int64, int64, int64, int64, {_ROW})")
 def find_needs(
     tokens: NDArray[np.int64],
     live: NDArray[np.bool_],
@@ -70,7 +70,7 @@ def find_needs(
     return missing, grown, rows
 
 
-@_compiled
+@compiled(f"int64({_IDS}, int64, {_ROW}, {_ROWS}, {_IDS}, int64)")
 def write_growth(
     words: NDArray[np.int32],
     rows: int,
@@ -103,7 +103,7 @@ def write_growth(
     return at
 
 
-@_compiled
+@compiled(f"void({_ROW}, {_ROWS}, int32[:, ::1], {_IDS}, int64)")
 def note_growth(
     targets: NDArray[np.int64], numbers: NDArray[np.int64], pages: NDArray[np.int32], stack: NDArray[np.int32], top: int
 ) -> None:
@@ -115,7 +115,7 @@ def note_growth(
         numbers[_LEASED, row] = targets[row]
 
 
-@_compiled
+@part
 def _steps_left(row: int, count: int, numbers: NDArray[np.int64], capacity: int, page: int) -> int:
     """Return the steps of `count` tokens that a row can take without a new page, at its longest; `page` 0: no pages."""
     limit = np.int64(capacity)
@@ -125,7 +125,7 @@ def _steps_left(row: int, count: int, numbers: NDArray[np.int64], capacity: int,
     return left
 
 
-@_compiled
+@compiled(f"int64({_ROW}, {_ROWS}, int64, int64)")
 def least_steps(counts: NDArray[np.int64], numbers: NDArray[np.int64], capacity: int, page: int) -> int:
     """Return the steps of `counts` tokens that every row with a count can take without a new page; `page` 0: no pages."""
     least = np.int64(capacity)
@@ -136,7 +136,7 @@ def least_steps(counts: NDArray[np.int64], numbers: NDArray[np.int64], capacity:
     return found
 
 
-@_compiled
+@compiled(f"void({_ROWS}, {_ROW}, int64, int64, int64, {_ROWS})")
 def note_even_steps(
     numbers: NDArray[np.int64], counts: NDArray[np.int64], steps: int, capacity: int, page: int, groups: NDArray[np.int64]
 ) -> None:

@@ -14,7 +14,15 @@ from numba_kv.errors import InvariantError
 from numba_kv.geometry import ceil_div, mapped_pages
 from numba_kv.kernels import layout
 from numba_kv.kernels.edit import apply_edits, permute_rows
-from numba_kv.kernels.row_changes import lowest_free, note_change, write_change, write_records
+from numba_kv.kernels.row_changes import (
+    lowest_free,
+    note_change,
+    note_change_at,
+    write_change,
+    write_change_at,
+    write_records,
+)
+from numba_kv.kernels.row_growth import find_needs, least_steps, note_even_steps, note_growth, write_growth
 from tests.helpers.step_arrays import StepArrays, full_group, same, window_group
 
 EXAMPLES = 15 if kv.target() == "sim" else 50
@@ -355,3 +363,10 @@ def test_rows_that_come_and_go_on_the_host(data: st.DataObject) -> None:
         if row in joining:
             line[:2] = [21 + joining.index(row), prompts[joining.index(row)]]
         assert numbers[:, row].tolist() == line.tolist()
+
+
+def test_nothing_is_left_to_compile_when_a_batch_runs() -> None:
+    """What runs between launches has its machine code as soon as it can be called."""
+    for function in (find_needs, write_growth, note_growth, least_steps, note_even_steps, write_change_at, note_change_at):
+        assert len(function.signatures) == 1
+        assert not function._can_compile

@@ -405,3 +405,11 @@ def _negative(item, to, value):
 
 _negative.__name__ = "store"
 other_store = kernel(to=array("int64"), value=scalar())(_negative)
+
+
+@pytest.mark.gpu
+def test_more_blocks_than_a_grid_has_are_refused(device: Device) -> None:
+    """The driver would take the number's lower 32 bits."""
+    launch = store.bind(device, {"to": device.tensor((1,), dtype("int64")), "value": 1}, threads=1)
+    with pytest.raises(InputError, match="items: 4294967297 take 4294967297 blocks, a grid has 2147483647"):
+        launch(2**32 + 1, device.stream)
