@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from numba_kv.kernels.jit import kernel, routine
+from numba_kv.kernels.jit import kernel
 from numba_kv.kernels.layout import (
     ACCEPTED,
     BAD_COUNT,
@@ -38,6 +38,7 @@ from numba_kv.kernels.layout import (
     WIDTH,
     WINDOW,
 )
+from numba_kv.kernels.routines import routine
 from numba_kv.kernels.spec import array, scalar
 
 __all__ = ["advance"]

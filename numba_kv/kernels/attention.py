@@ -30,7 +30,8 @@ from numba_kv.kernels.attention_tiles import (
 from numba_kv.kernels.attention_units import UNIT, element, score_tile, store, weigh_tile
 from numba_kv.kernels.bits import FLOAT8, float_of
 from numba_kv.kernels.block_memory import NEAR_FLOATS, NEAR_INTEGERS, NEAR_LANES, lanes_wait, near_floats, near_integers
-from numba_kv.kernels.jit import kernel, routine
+from numba_kv.kernels.jit import kernel
+from numba_kv.kernels.routines import routine
 from numba_kv.kernels.spec import array, scalar
 
 __all__ = ["MAX_QUERIES", "NEAR_PARTS", "NEAR_TILE", "NOTES", "attend", "merge_splits", "worker_floats"]

@@ -7,8 +7,8 @@ import math
 import numpy as np
 
 from numba_kv.kernels.block_memory import lanes_wait
-from numba_kv.kernels.jit import routine
 from numba_kv.kernels.layout import CHUNKED, SLIDING
+from numba_kv.kernels.routines import routine
 
 __all__ = [
     "MAX_TEAM",

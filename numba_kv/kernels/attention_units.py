@@ -9,8 +9,8 @@ from __future__ import annotations
 import numpy as np
 
 from numba_kv.kernels.bits import BFLOAT16, FLOAT8, FLOAT32, float_of, from_float32, to_float32
-from numba_kv.kernels.jit import routine
 from numba_kv.kernels.lanes import team_sum
+from numba_kv.kernels.routines import routine
 from numba_kv.kernels.wide_access import load_4, load_8, load_16
 from numba_kv.kernels.wide_values import from_bfloat16, from_float8, from_float16, from_float32_word
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from numba_kv.kernels.jit import routine
+from numba_kv.kernels.routines import routine
 
 __all__ = [
     "BFLOAT16",

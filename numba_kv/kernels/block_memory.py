@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-from numba_kv.kernels.jit import primitive
 from numba_kv.kernels.numba_targets import cuda_device_function, cuda_module
+from numba_kv.kernels.routines import primitive
 
 __all__ = [
     "NEAR_FLOATS",

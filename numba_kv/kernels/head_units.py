@@ -16,7 +16,7 @@ from __future__ import annotations
 import numpy as np
 
 from numba_kv.kernels.bits import float_of
-from numba_kv.kernels.jit import routine
+from numba_kv.kernels.routines import routine
 from numba_kv.kernels.wide_rows import element_nbytes, load_raw, load_raw_once, load_some, store_raw, store_some
 from numba_kv.kernels.wide_values import inverse_root, minus, plus, times
 

@@ -14,14 +14,14 @@ arguments once; a launch is then one call that passes nothing but the parameter 
     word    0      1 ..............................
             items  address, extents | value | ...          in the order of declaration
 
-Kernels and routines are functions of a module: what they name is found there. `Kernel.fixed` makes scalars constants of the
-compiled kernel: what they decide costs nothing when it runs.
+What a kernel calls is declared in `routines`. `Kernel.fixed` makes scalars constants of the compiled kernel: what they decide
+costs nothing when it runs.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from operator import index
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
@@ -30,6 +30,7 @@ from numba_kv.device.cuda_device import CudaDevice
 from numba_kv.device.device import Device
 from numba_kv.device.tensor import Tensor
 from numba_kv.errors import InputError, InvariantError
+from numba_kv.kernels.routines import module_function, routines_of
 from numba_kv.kernels.spec import Argument, array
 
 if TYPE_CHECKING:
@@ -38,19 +39,7 @@ if TYPE_CHECKING:
 
     from numba_kv.device.stream import Stream
 
-__all__ = [
-    "SIM_LANES",
-    "Kernel",
-    "Launch",
-    "Primitive",
-    "Routine",
-    "all_kernels",
-    "kernel",
-    "lanes_of",
-    "primitive",
-    "routine",
-    "specialise",
-]
+__all__ = ["SIM_LANES", "Kernel", "Launch", "all_kernels", "kernel", "lanes_of"]
 
 #: Items below this are one block of the thread form; more are split.
 _THREADS = 128
@@ -60,99 +49,6 @@ SIM_LANES = 4
 _MOST_ITEMS = (1 << 63) - 1
 _MOST_BLOCKS = (1 << 31) - 1  # of a grid's first axis
 _REGISTRY: dict[str, Kernel] = {}
-#: Compute capability.
-Architecture = tuple[int, int]
-
-
-class Routine:
-    """A function that kernels call; compiled into them for each target, an ordinary function in the simulator."""
-
-    def __init__(self, function: FunctionType) -> None:
-        self.function = function
-
-    def __call__(self, *arguments: Any) -> Any:
-        """Run the function as ordinary Python."""
-        return self.function(*arguments)
-
-
-def routine(function: Callable[..., Any]) -> Routine:
-    """Declare a function that kernels call.
-
-    Raises
-    ------
-    InputError
-        If it closes over variables of another function.
-    """
-    return Routine(_module_function(function))
-
-
-class Primitive(Routine):
-    """A routine for which a GPU has instructions of its own. Its function is what `cpu` runs, and `sim` if `sim` is None."""
-
-    def __init__(self, function: FunctionType, gpu: Callable[[Architecture], Any], sim: Callable[..., Any] | None) -> None:
-        super().__init__(function)
-        self.gpu = gpu
-        self._simulated = sim or function
-
-    def __call__(self, *arguments: Any) -> Any:
-        """Run it in the simulator."""
-        return self._simulated(*arguments)
-
-
-def primitive(
-    *, gpu: Callable[[Architecture], Any], sim: Callable[..., Any] | None = None
-) -> Callable[[Callable[..., Any]], Primitive]:
-    """Declare a routine that a GPU does otherwise.
-
-    Parameters
-    ----------
-    gpu : callable
-        Returns what Numba's CUDA compiler calls instead for a compute capability, None for the function itself. It is asked
-        whenever a kernel is compiled.
-    sim : callable, optional
-        What the simulator runs instead.
-    """
-
-    def decorate(function: Callable[..., Any]) -> Primitive:
-        return Primitive(_module_function(function), gpu, sim)
-
-    return decorate
-
-
-def specialise(
-    function: FunctionType,
-    compile_routine: Callable[[Any], Any],
-    gpu: Architecture | None = None,
-    made: dict[Routine, Any] | None = None,
-) -> FunctionType:
-    """Return `function` with every routine that it names compiled by `compile_routine`; for a GPU, with its primitives.
-
-    `made` holds the routines that are compiled already: each is, once.
-    """
-    scope, made = dict(function.__globals__), {} if made is None else made
-    for name, found in _routines_of(function):
-        if found not in made:
-            own = found.gpu(gpu) if gpu is not None and isinstance(found, Primitive) else None
-            made[found] = compile_routine(specialise(found.function, compile_routine, gpu, made)) if own is None else own
-        scope[name] = made[found]
-    return FunctionType(function.__code__, scope, function.__name__, function.__defaults__)
-
-
-def _routines_of(function: FunctionType) -> Iterator[tuple[str, Routine]]:
-    for name in function.__code__.co_names:
-        value = function.__globals__.get(name)
-        if isinstance(value, Routine):
-            yield name, value
-
-
-def _module_function(function: Callable[..., Any]) -> FunctionType:
-    """Return `function` if it closes over no variables: a compiled kernel is cached by its source, which does not hold them."""
-    if not isinstance(function, FunctionType):
-        raise InputError(f"kernel: {function!r} is not a Python function")
-    if function.__code__.co_freevars:
-        names = ", ".join(function.__code__.co_freevars)
-        raise InputError(f"kernel {function.__name__}: it closes over {names}; define it, and what it names, in a module")
-    return function
 
 
 class Kernel:
@@ -179,7 +75,7 @@ class Kernel:
         block_form: bool,
         open_scalars: Iterable[str] = (),
     ) -> None:
-        self.function = _module_function(function)
+        self.function = module_function(function)
         self.name = self.function.__name__
         self.arguments = arguments
         self.open = frozenset(open_scalars)
@@ -240,7 +136,7 @@ class Kernel:
             function = pending.pop(0)
             if function not in found:
                 found.append(function)
-                pending += (called.function for _, called in _routines_of(function))
+                pending += (called.function for _, called in routines_of(function))
         return tuple(found)
 
     def bind(self, device: Device, values: Mapping[str, Tensor | int], *, threads: int | None = None) -> Launch:

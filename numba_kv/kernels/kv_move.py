@@ -13,8 +13,9 @@ from __future__ import annotations
 import numpy as np
 
 from numba_kv.kernels.bits import FLOAT8
-from numba_kv.kernels.jit import kernel, routine
+from numba_kv.kernels.jit import kernel
 from numba_kv.kernels.kv_write import slot_offset
+from numba_kv.kernels.routines import routine
 from numba_kv.kernels.spec import array, scalar
 from numba_kv.kernels.wide_rows import divided, floats_of, load_raw, raw_of, rescaled, store_raw_kept, unit_nbytes
 

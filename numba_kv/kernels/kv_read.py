@@ -8,8 +8,9 @@ from __future__ import annotations
 import numpy as np
 
 from numba_kv.kernels.bits import FLOAT8, clear_row, copy_pair, move_pair, unpack_pair
-from numba_kv.kernels.jit import kernel, routine
+from numba_kv.kernels.jit import kernel
 from numba_kv.kernels.kv_write import slot_offset
+from numba_kv.kernels.routines import routine
 from numba_kv.kernels.spec import array, scalar
 
 __all__ = ["find_ragged_slots", "find_slots", "gather_kv", "gather_kv_words"]

@@ -25,9 +25,10 @@ from numba_kv.kernels.head_units import (
     squares,
     unit_runs,
 )
-from numba_kv.kernels.jit import kernel, routine
+from numba_kv.kernels.jit import kernel
 from numba_kv.kernels.kv_write import slot_offset
 from numba_kv.kernels.lanes import team_sum
+from numba_kv.kernels.routines import routine
 from numba_kv.kernels.spec import array, scalar
 from numba_kv.kernels.wide_rows import floats_of, raw_of, rescaled
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import numpy as np
 
 from numba_kv.kernels.bits import FLOAT8, copy_pair, move_pair, pack_pair
-from numba_kv.kernels.jit import kernel, routine
+from numba_kv.kernels.jit import kernel
+from numba_kv.kernels.routines import routine
 from numba_kv.kernels.spec import array, scalar
 
 __all__ = ["slot_offset", "write_kv", "write_kv_words"]

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from numba_kv.kernels.jit import primitive
 from numba_kv.kernels.numba_targets import cuda_device_function, cuda_module
+from numba_kv.kernels.routines import primitive
 
 __all__ = ["lanes_max", "lanes_sum", "team_sum"]
 

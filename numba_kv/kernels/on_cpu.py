@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from numba_kv.device.build_cache import checksum_of, read_product, write_product
-from numba_kv.kernels.jit import specialise
+from numba_kv.kernels.routines import specialise
 from numba_kv.kernels.source import array_kinds, build_key, call_arguments, product_name, unpack_lines
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ from numba_kv.device.build_cache import read_product, write_product
 from numba_kv.device.module import Function, ptx_to_cubin
 from numba_kv.errors import DeviceError, InvariantError
 from numba_kv.kernels.driver_calls import GRID, STREAM, DriverCalls
-from numba_kv.kernels.jit import specialise
 from numba_kv.kernels.numba_targets import array_from_address, compile_to_ptx, cuda_device_function
+from numba_kv.kernels.routines import specialise
 from numba_kv.kernels.source import array_kinds, build_key, call_arguments, product_name, unpack_lines
 
 if TYPE_CHECKING:

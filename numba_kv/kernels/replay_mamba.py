@@ -17,8 +17,9 @@ from __future__ import annotations
 import numpy as np
 
 from numba_kv.kernels.bits import FLOAT32
-from numba_kv.kernels.jit import kernel, routine
+from numba_kv.kernels.jit import kernel
 from numba_kv.kernels.replay_values import load_four, load_one, rounded_four, rounded_one, store_four, store_one
+from numba_kv.kernels.routines import routine
 from numba_kv.kernels.spec import array, scalar
 from numba_kv.kernels.state_commit import PATH_AT, PATH_COUNT, PATH_SLOT
 from numba_kv.kernels.wide_values import plus, times

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from numba_kv.kernels.bits import BFLOAT16, FLOAT16, FLOAT32, bits_of, float_of, to_float32
-from numba_kv.kernels.jit import primitive, routine
 from numba_kv.kernels.numba_targets import cuda_device_function
+from numba_kv.kernels.routines import primitive, routine
 from numba_kv.kernels.wide_access import load_2, load_4, load_8, load_16, store_2, store_4, store_8, store_16
 from numba_kv.kernels.wide_values import (
     bfloat16_results,

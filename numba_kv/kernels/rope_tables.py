@@ -11,7 +11,8 @@ import math
 
 import numpy as np
 
-from numba_kv.kernels.jit import kernel, routine
+from numba_kv.kernels.jit import kernel
+from numba_kv.kernels.routines import routine
 from numba_kv.kernels.spec import array, scalar
 
 __all__ = ["fill_rope", "fill_rope_axes", "gather_rope", "gather_rope_sets"]

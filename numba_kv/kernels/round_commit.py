@@ -15,8 +15,9 @@ import numpy as np
 
 from numba_kv.kernels.advance import pages_of, remap, rewind_refusal
 from numba_kv.kernels.block_memory import lanes_wait
-from numba_kv.kernels.jit import kernel, routine
+from numba_kv.kernels.jit import kernel
 from numba_kv.kernels.layout import BAD_COUNT, BAD_PATH, BLOCK_AT, NUM_PAGES, SHIFT, TABLE_AT, WIDTH, WINDOW
+from numba_kv.kernels.routines import routine
 from numba_kv.kernels.spec import array, scalar
 
 __all__ = ["commit_rounds", "resolve_rounds"]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from numba_kv.kernels.jit import kernel, routine
+from numba_kv.kernels.jit import kernel
+from numba_kv.kernels.routines import routine
 from numba_kv.kernels.spec import array, scalar
 
 __all__ = ["FINITE", "NAN", "ZERO", "scrub_16", "scrub_32", "scrub_64", "scrub_8"]

@@ -18,7 +18,8 @@ from enum import IntEnum
 
 import numpy as np
 
-from numba_kv.kernels.jit import kernel, routine
+from numba_kv.kernels.jit import kernel
+from numba_kv.kernels.routines import routine
 from numba_kv.kernels.spec import array, scalar
 from numba_kv.kernels.state_copy import copy_part_of_state
 

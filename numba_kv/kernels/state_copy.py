@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from numba_kv.kernels.jit import kernel, routine
+from numba_kv.kernels.jit import kernel
 from numba_kv.kernels.layout import FLAGS, LIVE, RECORD_WORDS, ROW
+from numba_kv.kernels.routines import routine
 from numba_kv.kernels.spec import array, scalar
 
 __all__ = [

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from numba_kv.kernels.gpu_intrinsics import load_bytes, store_bytes
-from numba_kv.kernels.jit import primitive, routine
+from numba_kv.kernels.routines import primitive, routine
 
 __all__ = [
     "load_2",

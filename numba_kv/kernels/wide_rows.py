@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from numba_kv.kernels.bits import BFLOAT16, FLOAT8, FLOAT16, FLOAT32
-from numba_kv.kernels.jit import routine
+from numba_kv.kernels.routines import routine
 from numba_kv.kernels.wide_access import (
     load_2,
     load_4,

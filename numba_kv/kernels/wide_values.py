@@ -12,7 +12,7 @@ import numpy as np
 
 from numba_kv.kernels.bits import BFLOAT16, FLOAT8, FLOAT16, bits_of, float_of, from_float32, to_float32
 from numba_kv.kernels.gpu_intrinsics import float_operation, narrow_elements, round_elements, widen_elements
-from numba_kv.kernels.jit import primitive, routine
+from numba_kv.kernels.routines import primitive, routine
 
 __all__ = [
     "bfloat16_of",

@@ -16,7 +16,8 @@ from hypothesis import given, settings, strategies as st
 from numba_kv.device import Device, Tensor, create_device
 from numba_kv.dtypes import dtype
 from numba_kv.errors import InputError, ShapeError, StateError
-from numba_kv.kernels.jit import Launch, all_kernels, kernel, routine
+from numba_kv.kernels.jit import Launch, all_kernels, kernel
+from numba_kv.kernels.routines import routine
 from numba_kv.kernels.source import build_key, product_name
 from numba_kv.kernels.spec import array, scalar
 
@@ -333,7 +334,8 @@ import sys, time
 import numpy as np
 from numba_kv.device import create_device
 from numba_kv.dtypes import dtype
-from numba_kv.kernels.jit import kernel, routine
+from numba_kv.kernels.jit import kernel
+from numba_kv.kernels.routines import routine
 from numba_kv.kernels.spec import array
 
 STEP = {step}
