@@ -11,7 +11,7 @@ import contextlib
 try:
     import torch
 except ImportError:
-    print("skipped: torch is not installed (pip install 'numba-kv[interop]')")
+    print('skipped: torch is not installed (pip install -e ".[interop]")')
     raise SystemExit from None
 
 import numba_kv as kv

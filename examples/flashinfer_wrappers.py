@@ -12,7 +12,7 @@ import importlib.util
 try:
     import torch
 except ImportError:
-    print("skipped: torch is not installed (pip install 'numba-kv[interop]')")
+    print('skipped: torch is not installed (pip install -e ".[interop]")')
     raise SystemExit from None
 
 import numba_kv as kv

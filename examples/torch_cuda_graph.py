@@ -8,7 +8,11 @@ Without CUDA the step is recorded as a list of calls instead, and torch runs eag
 
 import contextlib
 
-import torch
+try:
+    import torch
+except ImportError:
+    print('skipped: torch is not installed (pip install -e ".[interop]")')
+    raise SystemExit from None
 
 import numba_kv as kv
 from numba_kv.adapters.torch_arrays import to_torch

@@ -6,8 +6,12 @@ python examples/transformers_serve.py [MODEL]      (a folder or a name on the Hu
 
 import sys
 
-import torch
-from transformers import AutoModelForCausalLM, Gemma3TextConfig
+try:
+    import torch
+    from transformers import AutoModelForCausalLM, Gemma3TextConfig
+except ImportError:
+    print('skipped: torch and transformers are not installed (pip install -e ".[interop]")')
+    raise SystemExit from None
 
 from numba_kv.adapters.transformers_packed import PackedCache
 

@@ -119,7 +119,7 @@ def _add_replay(parser: argparse.ArgumentParser) -> None:
     text = "keep what prompts compute for later ones that begin alike; the trace needs hash_ids"
     parser.add_argument("--reuse", action="store_true", help=text)
     text = "with --reuse: keep window pages and states after every N tokens of a prompt too (default 8192; 0: never)"
-    parser.add_argument("--reuse-every", type=_integer(0), default=8192, metavar="N", help=text)
+    parser.add_argument("--reuse-every", type=_integer(0), metavar="N", help=text)
     text = "with --reuse: pages for copies in each window's pool (default: as many as all rings have)"
     parser.add_argument("--kept-window-pages", type=_integer(1), metavar="N", help=text)
     text = "with --reuse: pages of the full-attention pool (default: every row at full length, or what --memory leaves of it)"
@@ -127,15 +127,15 @@ def _add_replay(parser: argparse.ArgumentParser) -> None:
     text = "with --reuse: snapshots of recurrent states (default: as many as rows)"
     parser.add_argument("--kept-states", type=_integer(1), metavar="N", help=text)
     text = "with --reuse: page-locked memory for what the device has to give up (default: none)"
-    parser.add_argument("--host-memory", type=_size, default=0, metavar="SIZE", help=text)
+    parser.add_argument("--host-memory", type=_size, metavar="SIZE", help=text)
     text = "propose tokens with this model (as CONFIG) and verify them: rounds of random acceptance instead of single tokens"
     parser.add_argument("--draft", metavar="CONFIG", help=text)
     text = "with --draft: steps of the draft in a round (default 3)"
-    parser.add_argument("--draft-steps", type=_integer(1), default=3, metavar="K", help=text)
+    parser.add_argument("--draft-steps", type=_integer(1), metavar="K", help=text)
     text = "with --draft: branches of each level of a tree; its accepted paths move together (default 1: a chain)"
-    parser.add_argument("--draft-branches", type=_integer(1), default=1, metavar="N", help=text)
+    parser.add_argument("--draft-branches", type=_integer(1), metavar="N", help=text)
     text = "with --draft: probability that a proposal is accepted (default 0.7)"
-    parser.add_argument("--acceptance", type=float, default=0.7, metavar="P", help=text)
+    parser.add_argument("--acceptance", type=float, metavar="P", help=text)
     parser.add_argument("--skip-too-long", action="store_true", help="leave out requests that are longer than the capacity")
     parser.add_argument("--report", metavar="FILE.html", help="write figures and picture as one HTML file (needs matplotlib)")
     parser.add_argument("--picture", metavar="FILE.png", help="write pages over time as a picture (needs matplotlib)")

@@ -6,6 +6,7 @@ writes K and V of the step and attends over the pages of all its sequences.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,7 +21,6 @@ from numba_kv.adapters.transformers_paged import PagedKV
 from numba_kv.errors import InputError, StateError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
     from typing import NoReturn
 
     from numba_kv.adapters.transformers_model import ModelLayers
@@ -136,6 +136,8 @@ class PackedCache(ModelCache):
             raise InputError(f"view: {view!r} is not a step of this cache's batch; cache.batch.step returns one")
         self._forward.check(view)
         place = self._positions.device
+        if not isinstance(tokens, Mapping):
+            raise InputError(f"tokens: {type(tokens).__name__} given, a mapping of each sequence of the step to its tokens wanted")
         order = sorted(tokens, key=lambda sequence: sequence.row)
         parts = [torch.as_tensor(tokens[sequence], dtype=torch.int64, device=place).flatten() for sequence in order]
         count = sum(len(part) for part in parts)

@@ -226,8 +226,10 @@ MEASURES: Mapping[str, Measure] = {
 }
 
 
-def bench(measure: str, options: BenchOptions) -> dict[str, dict[str, object]]:
-    """Take one measure, or all of them.
+def bench(
+    measure: str, options: BenchOptions, on_start: Callable[[str], None] | None = None
+) -> dict[str, dict[str, object]]:
+    """Take one measure, or all of them; `on_start` is told each name before it begins.
 
     Raises
     ------
@@ -236,4 +238,10 @@ def bench(measure: str, options: BenchOptions) -> dict[str, dict[str, object]]:
     """
     if measure != "all" and measure not in MEASURES:
         raise InputError(f"MEASURE: {measure!r} is not one of {', '.join(MEASURES)} or all")
-    return {name: take(options) for name, take in MEASURES.items() if measure in (name, "all")}
+    found: dict[str, dict[str, object]] = {}
+    for name, take in MEASURES.items():
+        if measure in (name, "all"):
+            if on_start is not None:
+                on_start(name)
+            found[name] = take(options)
+    return found

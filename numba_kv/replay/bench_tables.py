@@ -91,7 +91,7 @@ def bench_table(figures: Mapping[str, Mapping[str, object]]) -> RenderableType:
     """Return the figures: points of a sweep as a table of their own, all else one line each, nested ones with their path."""
     table = _table("Measured on this machine")
     for name in ("measure", "figure", "value"):
-        table.add_column(name)
+        table.add_column(name, overflow="fold")
     sweeps: list[RenderableType] = []
     for measure, found in figures.items():
         rest = dict(found)
@@ -108,7 +108,7 @@ def _sweep(title: str, all_columns: Columns, points: Sequence[Mapping[str, Any]]
     table = _table(title)
     columns = [column for column in all_columns if any(point.get(column[1]) is not None for point in points)]
     for head, _, _ in columns:
-        table.add_column(head, justify="right")
+        table.add_column(head, justify="right", overflow="fold")
     for point in points:
         table.add_row(*(_cell(point.get(key)) for _, key, _ in columns))
     return [table, "\n".join(f"{head}: {meaning}" for head, _, meaning in columns)]

@@ -95,6 +95,7 @@ def _replay(args: Namespace) -> None:
     rows = args.batch or _DEFAULT_ROWS
     if args.chunk > INT32_MAX:
         raise InputError(f"--chunk: {args.chunk} is not in 1..{INT32_MAX}")
+    _check_partners(args)
     if args.draft is not None and args.reuse:
         raise InputError("--draft: not together with --reuse; a draft's pages are not kept")
     proposed = 0 if args.draft is None else args.draft_steps * args.draft_branches  # verified behind the last kept token
@@ -130,8 +131,23 @@ def _replay(args: Namespace) -> None:
     result = _serve(job, output)
     if picture:
         write_picture(picture, result.figures, result.history)
+        output.show(f"The picture is {picture}")
     if report:
         write_report(report, result.figures, result.history)
+        output.show(f"The report is {report}")
+
+
+def _check_partners(args: Namespace) -> None:
+    """Refuse options that say something about what is not asked for, and give the others their defaults."""
+    for partner, is_given, options in (
+        ("--reuse", args.reuse, {"reuse_every": 8192, "kept_window_pages": None, "kept_states": None, "host_memory": 0}),
+        ("--draft", args.draft is not None, {"draft_steps": 3, "draft_branches": 1, "acceptance": 0.7}),
+    ):
+        for name, default in options.items():
+            if getattr(args, name) is None:
+                setattr(args, name, default)
+            elif not is_given:
+                raise InputError(f"--{name.replace('_', '-')}: says something about {partner}, which is not given")
 
 
 def _with_draft(args: Namespace, base: LLMEngineConfig, rows: int, capacity: int) -> DeploymentConfig:
@@ -256,10 +272,14 @@ def _bench(args: Namespace) -> None:
     picture = check_writable("--picture", args.picture)
     if picture is not None:
         check_picture(picture)
-    figures = bench(args.measure, BenchOptions(rows=args.batch, repeat=args.repeat, target=args.target))
+    if picture is not None and args.measure not in ("step", "all"):
+        raise InputError(f"--picture: shows the measure step, and {args.measure} is taken")
+    options = BenchOptions(rows=args.batch, repeat=args.repeat, target=args.target)
+    figures = bench(args.measure, options, lambda name: output.progress_console.print(f"measuring {name} ..."))
     output.show(bench_table(figures))
-    if picture is not None and "step" in figures:
+    if picture is not None:
         plot_steps(figures["step"]["points"], picture)  # type: ignore[arg-type]
+        output.show(f"The picture is {picture}")
     output.write_json(figures)
 
 

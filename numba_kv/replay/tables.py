@@ -30,7 +30,7 @@ def _table(title: str, *columns: str, text: int = 1) -> Table:
     """Return an empty table; the first `text` columns are words, the others numbers."""
     table = Table(title=title, title_justify="left", header_style="bold")
     for i, column in enumerate(columns):
-        table.add_column(column, justify="left" if i < text else "right", no_wrap=i < text)
+        table.add_column(column, justify="left" if i < text else "right", no_wrap=i < text, overflow="fold")
     return table
 
 
