@@ -137,7 +137,8 @@ class PackedCache(ModelCache):
         self._forward.check(view)
         place = self._positions.device
         if not isinstance(tokens, Mapping):
-            raise InputError(f"tokens: {type(tokens).__name__} given, a mapping of each sequence of the step to its tokens wanted")
+            kind = type(tokens).__name__
+            raise InputError(f"tokens: {kind} given, a mapping of each sequence of the step to its tokens is wanted")
         order = sorted(tokens, key=lambda sequence: sequence.row)
         parts = [torch.as_tensor(tokens[sequence], dtype=torch.int64, device=place).flatten() for sequence in order]
         count = sum(len(part) for part in parts)
