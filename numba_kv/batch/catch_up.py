@@ -27,7 +27,12 @@ __all__ = ["CatchUp", "CatchUpView"]
 
 
 class CatchUpView(StepView):
-    """The tensors of a step that catches up: those of `StepView`, with places of its own for tokens."""
+    """The tensors of a step that catches up: those of `StepView`, with places of its own for tokens.
+
+    Rows append fewer tokens than they have places (`counts_from_device`), so it is for what looks at slots and layout of a
+    view: `KVIO` writes it and `PagedAttention` attends it. What takes a row's last place for its last token cannot: adapters of
+    FlashAttention and FlashInfer refuse it, and so do `StepRope` and bindings, which know the draft's other steps.
+    """
 
     __slots__ = ("_own",)
 
@@ -115,6 +120,6 @@ class CatchUp:
         """Return what a forward pass reads."""
         ledger = self._draft.ledger
         rows, upper = int(np.flatnonzero(ledger.live)[-1]) + 1, int(ledger.hi.max())
-        view = CatchUpView(self._draft.buffers, rows, self._rows * self.width, self.width, upper, False, False)
+        view = CatchUpView(self._draft.buffers, rows, self._rows * self.width, self.width, upper, False, False, True)
         view._own = self
         return view

@@ -48,6 +48,10 @@ class _Step(Protocol):
         """Length of each row after the step: int32 [B]."""
 
     @property
+    def cu_seqlens_q(self) -> Tensor:
+        """First token of each row: int32 [B + 1]."""
+
+    @property
     def carry_slots(self) -> tuple[Tensor | None, ...]:
         """Slots of the tokens before a long step: int64 [B, W - 1] a window group."""
 
@@ -189,23 +193,36 @@ class PagedAttention(Unique):
         q: Any,
         out: Any,
         *,
+        view: _Step | None = None,
         scale: float | None = None,
         soft_cap: float | None = None,
         sinks: Any = None,
     ) -> BoundAttention:
         """Return `attend` bound to these arrays and numbers: a call that takes the view of a step.
 
+        Parameters
+        ----------
+        layer, q, out, scale, soft_cap, sinks
+            As in `attend`.
+        view : StepView, optional
+            One of those that it will be called with, where their tokens lie in a layout of their own
+            (`SpeculativeBatch.catch_up`). Default: those of `Batch.step`.
+
         Raises as `attend` does. Cost: compiles on first use. Enqueues nothing.
         """
         with self._guard:
+            if view is not None:
+                self._check_view(view)
+            starts = self._buffers.cu_seqlens_q if view is None else view.cu_seqlens_q
             tensors = [as_tensor(self._device, q, "q"), as_tensor(self._device, out, "out")]
             if sinks is not None:
                 tensors.append(as_tensor(self._device, sinks, "sinks"))
             pool, factors = self._caches.by_token(layer), self._factors(layer)
-            bound = self._bind(layer, pool, q, out, sinks, None)
+            bound = self._bind(layer, pool, q, out, starts, sinks, None)
             return BoundAttention(
                 self._guard,
                 self._buffers,
+                starts,
                 bound,
                 self._cut(layer, bound),
                 self._numbers(layer, scale, soft_cap),
@@ -288,10 +305,11 @@ class PagedAttention(Unique):
             tensors += [as_tensor(device, a, n) for a, n in zip(step_kv, _names(storage.window.tokens), strict=False)]
         for tensor in tensors:
             tensor.check_open()
-        key = (layer, sinks is None, *map(place, tensors))
+        starts = view.cu_seqlens_q
+        key = (layer, sinks is None, starts.address, *map(place, tensors))
         bound = self._launches.get(key)
         if bound is None:
-            bound = self._launches.keep(key, self._bind(layer, pool, q, out, sinks, step_kv))
+            bound = self._launches.keep(key, self._bind(layer, pool, q, out, starts, sinks, step_kv))
         else:
             self._factors(layer)
         if bound.tokens < view.num_tokens:
@@ -324,7 +342,9 @@ class PagedAttention(Unique):
         most = None if window.is_full else window.tokens
         return LayerCut(self._memory, heads, bound.q_heads // heads, storage.head_dim, most)
 
-    def _bind(self, layer: int, pool: Tensor, q: Any, out: Any, sinks: Any, step_kv: tuple[Any, Any, Any, Any] | None) -> Bound:
+    def _bind(
+        self, layer: int, pool: Tensor, q: Any, out: Any, starts: Tensor, sinks: Any, step_kv: tuple[Any, Any, Any, Any] | None
+    ) -> Bound:
         device, storage = self._device, self._caches.storage(layer)
         heads, dim = storage.num_kv_heads, storage.head_dim
         queries = rows_of(device, q, "q", heads, dim)
@@ -336,7 +356,7 @@ class PagedAttention(Unique):
             dense = checked_step_kv(device, *step_kv, storage, rows, carry)
         factors = self._factors(layer)
         return bind_attention(
-            pool, queries, outputs, storage, self._buffers, self._memory, step_kv=dense, factors=factors, sinks=logits
+            pool, queries, outputs, storage, self._buffers, starts, self._memory, step_kv=dense, factors=factors, sinks=logits
         )
 
     def _factors(self, layer: int) -> Tensor | None:

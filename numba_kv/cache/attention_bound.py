@@ -33,14 +33,15 @@ class BoundAttention(Unique):
     """
 
     __slots__ = (
-        "_again", "_bound", "_buffers", "_cut", "_guard", "_layer_cut", "_lock", "_memories", "_numbers", "_tensors",
-        "_why_long", "max_tokens",
+        "_again", "_bound", "_buffers", "_cut", "_guard", "_layer_cut", "_lock", "_memories", "_numbers", "_starts",
+        "_tensors", "_why_long", "max_tokens",
     )  # fmt: skip
 
     def __init__(
         self,
         guard: CallGuard,
         buffers: StepBuffers,
+        starts: Tensor,
         bound: Bound,
         layer_cut: LayerCut,
         numbers: tuple[float, float],
@@ -49,7 +50,7 @@ class BoundAttention(Unique):
     ) -> None:
         self.max_tokens = bound.tokens
         self._guard, self._lock = guard, guard.lock
-        self._buffers = buffers
+        self._buffers, self._starts = buffers, starts
         self._bound = bound
         self._layer_cut = layer_cut
         self._numbers = numbers
@@ -72,7 +73,8 @@ class BoundAttention(Unique):
         Raises
         ------
         InputError, ShapeError
-            If the view is of another model, has more tokens than there is room for, or is of a long step of a window layer.
+            If the view is of another model or in another layout than the one that was bound, has more tokens than there is
+            room for, or is of a long step of a window layer.
         StateError
             As of `BoundCall`.
         """
@@ -105,6 +107,8 @@ class BoundAttention(Unique):
                 raise StateError("pools, scales or arrays are gone; SharedResources or KVIO was closed")
         if getattr(view, "buffers", None) is not self._buffers:
             raise InputError(f"view: {view!r} is not a step of this model; Batch.step returns one")
+        if view.cu_seqlens_q is not self._starts:
+            raise InputError(f"view: the tokens of {view!r} lie in another layout than was bound; bind_attend(..., view=view)")
         if view.is_long and self._why_long is not None:
             raise InputError(self._why_long)
         if view.num_tokens > self.max_tokens:

@@ -179,6 +179,7 @@ def bind_attention(
     out: Tensor,
     storage: LayerStorage,
     buffers: StepBuffers,
+    starts: Tensor,
     memory: AttentionMemory,
     *,
     step_kv: StepKV | None,
@@ -197,6 +198,8 @@ def bind_attention(
         The layer's.
     buffers : StepBuffers
         Tables and lengths.
+    starts : Tensor int32 [B + 1]
+        First token of each row in the step: those of `buffers`, or of a step with a layout of its own.
     memory : AttentionMemory
         What launches share.
     step_kv : StepKV, optional
@@ -241,7 +244,7 @@ def bind_attention(
         "q_head": q.strides[1],
         "q_kind": KINDS[q.dtype.name],
         "page_table": tables,
-        "cu_seqlens": buffers.cu_seqlens_q,
+        "cu_seqlens": starts,
         "seq_lens": buffers.seq_lens,
         "context_lens": buffers.context_lens,
         "factors": empty if factors is None else factors,
