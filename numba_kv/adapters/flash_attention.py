@@ -82,7 +82,7 @@ class FlashAttention:
     ) -> None:
         self._version = version_of(version)
         self._reader = reader = PagedReader(batch, self._version.consumer, arrays)
-        if io is not None and (not isinstance(io, KVIO) or io._caches is not reader.caches):
+        if io is not None and (not isinstance(io, KVIO) or io.caches is not reader.caches):
             raise InputError(f"io: {io!r} is not a KVIO of this batch's caches; KVIO(caches) makes one")
         self._io = io
         self._compact = bool(compact)

@@ -75,7 +75,7 @@ class FlashInfer:
         if kv_layout not in ("NHD", "HND"):
             raise InputError(f"kv_layout: {kv_layout!r} is neither 'NHD' nor 'HND'")
         self._reader = reader = PagedReader(batch, _CONSUMER, arrays)
-        if io is not None and (not isinstance(io, KVIO) or io._caches is not reader.caches):
+        if io is not None and (not isinstance(io, KVIO) or io.caches is not reader.caches):
             raise InputError(f"io: {io!r} is not a KVIO of this batch's caches; KVIO(caches) makes one")
         self._io = io
         self.kv_layout = kv_layout

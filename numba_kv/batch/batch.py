@@ -163,9 +163,13 @@ class Batch(ReusingSequences):
             self._publish_due()
         with self.guard:
             change = self._check_change(retired, admitted, adapters)
-            self._leave(change)
-            self._lease_change(change)
-            return self._make_change(change)
+            try:
+                self._leave(change)
+                self._lease_change(change)
+                return self._make_change(change)
+            except BaseException:
+                self._drop_change(change)
+                raise
 
     def compact(self, order: Iterable[Sequence] | None = None) -> dict[Sequence, int]:
         """Move sequences to the lowest rows; no KV byte moves.

@@ -67,7 +67,7 @@ class RowChanges(SequenceMoves):
         if reuse is None:
             prompts = [p if type(p) is int and 0 < p <= capacity else self._plain_length(p) for p in admitted]
         else:
-            self.stepper.check_can_change()
+            self._check_ready()
             read = [None if integer(p) is not None else reuse.read(p) for p in admitted]
             known = [p if item is None else item[1].num_tokens for p, item in zip(admitted, read, strict=True)]
             prompts = [prompt_length(p, capacity) for p in known]
@@ -78,14 +78,15 @@ class RowChanges(SequenceMoves):
             change.admissions = reuse.admissions(read, owners or held or [None] * len(prompts))
         return change
 
+    def _check_ready(self) -> None:
+        """Check that rows can change now; a change of one batch alone finds out in time as it is made."""
+        self.stepper.check_can_change()
+        self.stepper.begin()
+
     def _leave(self, change: Change) -> None:
         """With reuse, let those that leave leave what they have."""
         if self.reuse is not None:
-            try:
-                self.reuse.publishing.publish_last(change.retired)
-            except BaseException:
-                self._adapters.release(change.held or ())
-                raise
+            self.reuse.publishing.publish_last(change.retired)
 
     def _lease_change(self, change: Change, most: Items[int | None] | None = None) -> None:
         """With reuse, hold what those that join begin with: at most `most` tokens of each."""
@@ -94,11 +95,7 @@ class RowChanges(SequenceMoves):
             return
         if most is not None:
             admissions = [a if a is None else a.capped(cap) for a, cap in zip(admissions, most, strict=True)]
-        try:
-            change.leases = reuse.admission.lease(change.leaving, admissions)
-        except BaseException:
-            self._adapters.release(change.held or ())
-            raise
+        change.leases = reuse.admission.lease(change.leaving, admissions)
 
     def _drop_leases(self, change: Change) -> None:
         """Give back what those that join would have begun with."""
@@ -107,19 +104,20 @@ class RowChanges(SequenceMoves):
                 lease.release()
         change.leases = ()
 
+    def _drop_change(self, change: Change) -> None:
+        """Give back all that a change still holds: what has become a sequence's stays with it."""
+        self._drop_leases(change)
+        held, change.held = change.held, None
+        self._adapters.release(held or ())
+
     def _make_change(self, change: Change) -> list[Sequence]:
-        """Do what a change says; return the sequences that joined."""
+        """Do what a change says; return the sequences that joined. Whoever called drops it if this, or a part before, fails."""
         if not change.leaving and not change.prompts:
             return []
         first, active, reuse = self.stepper.ledger.admitted + 1, self._sequences, self.reuse
-        try:
-            rows = self.stepper.update(change.leaving, change.prompts)
-            if reuse is not None:
-                reuse.admission.fill(rows, change.leases)
-        except BaseException:
-            self._adapters.release(change.held or ())
-            self._drop_leases(change)
-            raise
+        rows = self.stepper.update(change.leaving, change.prompts)
+        if reuse is not None:
+            reuse.admission.fill(rows, change.leases)
         for sequence, row in zip(change.retired, change.leaving, strict=True):
             sequence.end()
             del active[row]
@@ -132,6 +130,7 @@ class RowChanges(SequenceMoves):
                     reuse.contexts.start(sequence, reuse.context(admission, lease))
         if change.held is not None:
             self._adapters.start(made, change.held)
+            change.held = None
         if self._adapters.in_use:
             self._adapters.end(change.retired)
             self._adapters.follow(active)

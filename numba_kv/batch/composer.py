@@ -152,8 +152,8 @@ class Composer:
         self._send(block)
         self.ledger.floor[rows] = values
 
-    def start_reads(self) -> None:
-        """Begin to enqueue what changes nothing in the batch."""
+    def start_work(self) -> None:
+        """Begin to enqueue what ends no run of even steps; from here on a failure poisons the batch."""
         self._start_work()
 
     def start_copies(self) -> None:

@@ -79,7 +79,7 @@ class KeptFiles:
         none = np.zeros((0, 2), np.int32)
         found = {line: np.empty((len(pairs.get(line, none)), nbytes), np.uint8) for line, nbytes in self._sizes.items()}
         with self._staging({line: len(rows) for line, rows in found.items()}) as (pages, sizes):
-            self._stepper.start_reads()
+            self._stepper.start_work()
             for line, rows in found.items():
                 mine = pairs.get(line, none)
                 there = mine[:, 0] >= HOST

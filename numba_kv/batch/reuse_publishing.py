@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 
 __all__ = ["PrefixPublishing"]
 
+#: A sequence's context, its row, and up to which tokens it is published, with whether these are points.
+_Work = tuple["SequenceContext", int, list[tuple[int, bool]]]
+
 
 class PrefixPublishing:
     """Publishes what a batch's rows hold. Owns nothing.
@@ -60,19 +63,15 @@ class PrefixPublishing:
     def publish_due(self) -> None:
         """Publish what earlier steps have appended. Stream: enqueues copies of tails, one copy and one kernel for floors."""
         stepper, contexts = self._stepper, self._contexts
-        stepper.check_can_change()
         stepper.begin()
         ledger, floors = stepper.ledger, dict[int, int]()
-        for sequence in sorted(contexts.due, key=lambda one: one.generation):
-            context, row = contexts[sequence], sequence.row
-            length = int(ledger.lo[row])
-            settled = length - stepper.plan.config.max_step_tokens
-            for tokens, is_point in context.steps(length, settled=settled, is_last=False, has_points=self._has_points):
+        due = sorted(contexts.due, key=lambda one: one.generation)
+        for context, row, steps in self._work(due, is_last=False):
+            for tokens, is_point in steps:
                 done = self._publish(context, row, tokens, is_point)
                 self._take_canonical(row, done)
                 floors[row] = max(floors.get(row, 0), self._floor(done))
-            if length >= context.prompt_tokens:
-                contexts.due.discard(sequence)
+        contexts.due.difference_update([s for s in due if ledger.lo[s.row] >= contexts[s].prompt_tokens])
         raised = {row: floor for row, floor in floors.items() if floor > ledger.floor[row]}
         if raised:
             stepper.set_floors(raised)
@@ -82,16 +81,27 @@ class PrefixPublishing:
         leaving = [s for s in sequences if s in self._contexts]
         if not leaving:
             return
-        self._stepper.check_can_change()
         self._stepper.begin()
         ledger = self._stepper.ledger
-        for sequence in leaving:
-            context, row = self._contexts[sequence], sequence.row
-            length = int(ledger.lo[row])
-            for tokens, is_point in context.steps(length, settled=length, is_last=True, has_points=self._has_points):
+        for context, row, steps in self._work(leaving, is_last=True):
+            for tokens, is_point in steps:
                 done = self._publish(context, row, tokens, is_point)
                 # The device forgets the row, so only the host need know.
                 ledger.floor[row] = max(int(ledger.floor[row]), self._floor(done))
+
+    def _work(self, sequences: Iterable[Sequence], *, is_last: bool) -> list[_Work]:
+        """Return what there is to publish: context, row, and up to which tokens, as `SequenceContext.steps`."""
+        ledger, unsettled = self._stepper.ledger, 0 if is_last else self._stepper.plan.config.max_step_tokens
+        found: list[_Work] = []
+        for sequence in sequences:
+            context, row = self._contexts[sequence], sequence.row
+            length = int(ledger.lo[row])
+            steps = context.steps(length, settled=length - unsettled, is_last=is_last, has_points=self._has_points)
+            if steps:
+                found.append((context, row, steps))
+        if found:  # pages are shared first, and the device is told by the floors that follow
+            self._stepper.start_work()
+        return found
 
     def _floor(self, done: Published) -> int:
         """Return up to where a row's tokens lie in pages that the cache holds too."""

@@ -60,15 +60,16 @@ def update_together(
     batches, admitted = listed("batches", batches), listed("admit", admit)
     retired = [tuple(listed("retire", group)) for group in listed("retire", retire)]
     _check(batches, retired)
-    for batch in batches:
-        if admitted:
+    try:
+        for batch in batches if admitted else ():
             batch._publish_due()
-    with ExitStack() as stack:
+        with ExitStack() as stack:
+            for batch in batches:
+                stack.enter_context(batch.guard.part)
+            made = _update(batches, retired, admitted, adapters)
+    finally:  # when no batch is in a call any more
         for batch in batches:
-            stack.enter_context(batch.guard)
-        changes = _checked(batches, retired, admitted, adapters)
-        _agree(batches, changes)
-        made = [batch._make_change(change) for batch, change in zip(batches, changes, strict=True)]
+            batch.guard.finish()
     return list(zip(*made, strict=True))
 
 
@@ -84,21 +85,35 @@ def _check(batches: Items[Batch], retired: list[tuple[Any, ...]]) -> None:
         raise InputError(f"retire: {len(wrong)} sequences given together, {len(batches)} wanted, one of every batch")
 
 
-def _checked(
+def _update(
     batches: Items[Batch], retired: list[tuple[Any, ...]], admitted: list[Any], adapters: Iterable[str | None] | None
-) -> list[Change]:
-    """Return the change of each batch, before anything is enqueued in one of them."""
+) -> list[list[Sequence]]:
+    """Return the sequences that joined each batch."""
     changes: list[Change] = []
     try:
-        for i, batch in enumerate(batches):
-            owners = changes[0].held if changes else None
-            leaving = [group[i] for group in retired]
-            changes.append(batch._check_change(leaving, admitted, None if i else adapters, owners))
+        _check_changes(batches, retired, admitted, adapters, changes)
+        _agree(batches, changes)
+        return [batch._make_change(change) for batch, change in zip(batches, changes, strict=True)]
     except BaseException:
-        if changes:
-            batches[0]._adapters.release(changes[0].held or ())
+        for batch, change in zip(batches, changes, strict=False):
+            batch._drop_change(change)
         raise
-    return changes
+
+
+def _check_changes(
+    batches: Items[Batch],
+    retired: list[tuple[Any, ...]],
+    admitted: list[Any],
+    adapters: Iterable[str | None] | None,
+    changes: list[Change],
+) -> None:
+    """Add the change of each batch to `changes`, before anything is enqueued in one of them."""
+    for batch in batches:
+        batch._check_ready()
+    for i, batch in enumerate(batches):
+        owners = changes[0].held if changes else None
+        leaving = [group[i] for group in retired]
+        changes.append(batch._check_change(leaving, admitted, None if i else adapters, owners))
 
 
 def _agree(batches: Items[Batch], changes: list[Change]) -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 from abc import abstractmethod
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from numba_kv.batch.arguments import at_least_one, one_prompt
 from numba_kv.batch.changes import RowChanges
 from numba_kv.batch.prompt import Prompt
 from numba_kv.batch.reuse import BatchReuse
+from numba_kv.batch.reuse_events import ReuseEvents
 from numba_kv.batch.reuse_limits import check_reuse
 from numba_kv.batch.sequence import Sequence
 from numba_kv.context.options import ReuseOptions
@@ -149,7 +151,10 @@ class ReusingSequences(RowChanges):
         Stream: enqueues one copy and one kernel, if anything is new; see `admit`.
         """
         self._reuse_of("publish")
-        self._publish_due()
+        try:
+            self._publish_due()
+        finally:
+            self.guard.finish()
 
     def save_prefixes(self, path: str | os.PathLike[str]) -> int:
         """Write all that is kept, on the device and on the host, to a safetensors file; return its blocks.
@@ -204,6 +209,8 @@ class ReusingSequences(RowChanges):
             if not isinstance(options, ReuseOptions):
                 raise InputError(f"reuse: {options!r} is not a ReuseOptions")
             check_reuse(self.plan, index, scrub, options.future_tokens)
+            if options.on_event is not None:
+                options = replace(options, on_event=ReuseEvents(options.on_event, self.guard))
             caches = self.resources.cache_managers[index]
             self.reuse = BatchReuse(options, self.stepper, self._placement, caches.kv_cache, caches.kept_states)
             self.stepper.taken_back = self.reuse.contexts.taken_back
@@ -214,9 +221,9 @@ class ReusingSequences(RowChanges):
             self.reuse.close()
 
     def _publish_due(self) -> None:
-        # An error of the call that follows does not undo it.
+        # The first part of a call: an error of what follows does not undo it.
         if self.reuse is not None and self.reuse.contexts.due:
-            with self.guard:
+            with self.guard.part:
                 self.reuse.publishing.publish_due()
 
     def _reuse_of(self, call: str) -> BatchReuse:

@@ -209,7 +209,7 @@ class RowSnapshots:
         snapshot.base = int(ledger.base[row])
         try:
             copies = self._bound(snapshot, out=True)
-            stepper.start_reads()
+            stepper.start_work()
             self._run(copies, snapshot, row)
         except BaseException:
             snapshot.close()

@@ -237,7 +237,7 @@ class SpeculativeBatch(HostlessRounds):
                 for batch in self._members:
                     guards.enter_context(batch.guard)
                     if told is None:
-                        batch.stepper.start_reads()  # changes lengths within bounds: a run of even steps goes on
+                        batch.stepper.start_work()  # changes lengths within bounds: a run of even steps goes on
                     else:
                         batch.stepper.start_copies()
                 if told is not None:

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, NoReturn
 from numba_kv.errors import StateError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from types import TracebackType
 
     from numba_kv.device.device import Device
 
-__all__ = ["CallGuard", "HostCalls"]
+__all__ = ["CallGuard", "CallParts", "HostCalls"]
 
 
 class CallGuard:
@@ -37,6 +38,10 @@ class CallGuard:
         spoiled takes it by itself, without waiting, and looks at `is_closed`.
     host : HostCalls
         The same for calls that do not touch the device: cheaper, as the current device is left alone.
+    part : CallParts
+        The same for a part of a call, which does not end with it; another part, or `finish`, does what follows the call.
+    after : callable or None
+        Called when a call has ended, however it has, and the next one can be made. Set by the object.
     is_closed : bool
         Whether `close` was called.
     is_enqueueing : bool
@@ -53,6 +58,8 @@ class CallGuard:
         self._is_busy = False
         self._held: list[object] = []  # one a call: an object that cannot be spoiled may be called inside a call
         self.host = HostCalls(self)
+        self.part = CallParts(self)
+        self.after: Callable[[], None] | None = None
         self.is_closed = False
         self.is_enqueueing = False
         self.poison: BaseException | None = None
@@ -66,6 +73,17 @@ class CallGuard:
             raise
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.leave(error)
+        if self.after is not None:
+            self.after()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a call is running, or was interrupted."""
+        return self._is_busy
+
+    def leave(self, error: BaseException | None) -> None:
+        """End a part of a call, with what it raised."""
         if error is not None and self._poisons and (self.is_enqueueing or not isinstance(error, Exception)):
             self.poison = error
         self.is_enqueueing = False
@@ -73,6 +91,11 @@ class CallGuard:
             self._device.let_go(self._held.pop())
         finally:
             self.release()
+
+    def finish(self) -> None:
+        """Do what follows a call whose parts have ended."""
+        if self.after is not None:
+            self.after()
 
     def take(self) -> None:
         """Keep every other call out until `release`.
@@ -125,6 +148,21 @@ class CallGuard:
 
     def _refuse_thread(self) -> NoReturn:
         raise StateError(f"{self._name} is in use by another thread; calls must not overlap")
+
+
+class CallParts:
+    """A guard's view for calls in several parts."""
+
+    __slots__ = ("_guard",)
+
+    def __init__(self, guard: CallGuard) -> None:
+        self._guard = guard
+
+    def __enter__(self) -> None:
+        self._guard.__enter__()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._guard.leave(error)
 
 
 class HostCalls:

@@ -404,3 +404,20 @@ def test_the_library_itself(version: str, page: int) -> None:
                     out = out[0] if isinstance(out, tuple) else out
                     found, rounded = out.double().cpu().numpy(), given.double().cpu().numpy()
                 assert np.abs(found - model.expected(layer, rounded)).max() < 0.05
+
+
+def test_a_kvio_is_known_by_its_caches() -> None:
+    class Borrowed(kv.KVIO):
+        """Another one's caches, as its public face says."""
+
+        def __init__(self, caches: Any) -> None:
+            self.given = caches
+
+        @property
+        def caches(self) -> Any:
+            return self.given
+
+    with written(model_of(4, None)) as model, written(model_of(4, None)) as other:
+        FlashAttention(model.batch, "fa3", io=Borrowed(model.io.caches), arrays=as_it_is)
+        with pytest.raises(kv.InputError, match="io: .* is not a KVIO of this batch's caches"):
+            FlashAttention(model.batch, "fa3", io=Borrowed(other.io.caches), arrays=as_it_is)

@@ -233,3 +233,20 @@ def test_the_library_itself(page: int) -> None:
                     found, rounded = [out.double().cpu().numpy() for out in outs], q.double().cpu().numpy()
                 expected = model.expected(layer, rounded)
                 assert all(np.abs(out - expected).max() < 0.05 for out in found)
+
+
+def test_a_kvio_is_known_by_its_caches() -> None:
+    class Borrowed(kv.KVIO):
+        """Another one's caches, as its public face says."""
+
+        def __init__(self, caches: Any) -> None:
+            self.given = caches
+
+        @property
+        def caches(self) -> Any:
+            return self.given
+
+    with written(model_of(4, None)) as model, written(model_of(4, None)) as other:
+        FlashInfer(model.batch, io=Borrowed(model.io.caches), arrays=as_it_is)
+        with pytest.raises(kv.InputError, match="io: .* is not a KVIO of this batch's caches"):
+            FlashInfer(model.batch, io=Borrowed(other.io.caches), arrays=as_it_is)

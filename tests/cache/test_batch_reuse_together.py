@@ -14,7 +14,7 @@ import numba_kv as kv
 from numba_kv.batch.reuse_together import update_together
 from numba_kv.ledger.reuse.policy import PublishPolicy
 from numba_kv.ledger.reuse.prefix_cache import CacheLimits
-from tests.helpers.batches import opened, pages_of
+from tests.helpers.batches import everything, opened, pages_of, same
 from tests.helpers.deployments import pair
 from tests.helpers.lora_files import OUT, SIZES, pairs, reference
 from tests.helpers.models import tiny_config
@@ -229,3 +229,71 @@ def test_look_ahead_is_for_drafts_of_attention() -> None:
         kv.Batch(resources, reuse=kv.ReuseOptions(future_tokens=1))
     with opened_pair() as both, pytest.raises(kv.InputError, match="media"):
         both.draft.batch.admit([1, 2, 3], media=[kv.MediaSpan(0, 2, b"d" * 16)])
+
+
+@pytest.mark.parametrize("has_reuse", [False, True])
+def test_a_step_that_is_not_noted_keeps_both_as_they_are(has_reuse: bool) -> None:
+    with (
+        kv.SharedResources.create_for_spec_decode(pair("mtp", base=FULL, draft=DRAFT)) as resources,
+        kv.Batch(resources, reuse=kv.ReuseOptions() if has_reuse else None) as base,
+        kv.Batch(resources, index=1, reuse=kv.ReuseOptions(future_tokens=1) if has_reuse else None) as draft,
+    ):
+        batches = (base, draft)
+
+        def computed(prompt: list[int]) -> tuple[Any, ...]:
+            (both,) = update_together(batches, admit=[kv.Prompt(prompt, ALL) if has_reuse else prompt])
+            for batch, sequence in zip(batches, both, strict=True):
+                batch.step({sequence: sequence.pending_tokens})
+            return both
+
+        computed(list(range(20)))
+        second = computed(list(range(50, 60)))
+        for batch in batches:
+            batch.step({batch.sequences[0]: 1})  # publishes
+        draft.reserve(1)
+        graph = draft.capture()
+        graph.launch()
+        before = everything(base)
+        for change in ({"admit": [list(range(20))]}, {"retire": [second]}, {"retire": [second], "admit": [list(range(20)), 5]}):
+            with pytest.raises(kv.StateError, match="launched and not noted"):
+                update_together(batches, **change)
+            same(everything(base), before)
+        graph.advanced()
+        draft.audit()
+        ((again, _),) = update_together(batches, admit=[list(range(20))], retire=[second])
+        assert again.reused_tokens == (16 if has_reuse else 0)
+        for batch in batches:
+            batch.audit()
+        graph.close()
+
+
+@pytest.mark.parametrize("part", ["lease", "publish_last", "bring_back"])
+def test_an_error_of_one_batch_leaves_nothing_held_in_another(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    targets = tuple(kv.LoRATarget(name=name, k=k, n=n) for name, (k, n) in SIZES.items())
+    base = replace(FULL, max_lora_rank=4, max_loras=3, lora_targets=targets)
+    with opened_pair(base=base) as both:
+        manager = both.base.batch.resources.lora_manager
+        manager.load("fr", reference(pairs(OUT, seed=1)))
+        (first,) = update_together(both.batches, admit=[list(range(20))], adapters=["fr"])
+        for batch, sequence in zip(both.batches, first, strict=True):
+            batch.step({sequence: 20})
+            batch.publish()
+        shares = [batch.stepper.ledger.pool.shares.copy() for batch in both.batches]
+        held = list(manager._slots._holds)
+
+        def fail(*_: Any, **__: Any) -> None:
+            raise kv.CapacityError("no", needed=1, free=0, evictable=0)
+
+        reuse = both.draft.batch.reuse
+        with monkeypatch.context() as patch:
+            patch.setattr(reuse.publishing if part == "publish_last" else reuse.admission, part, fail)
+            with pytest.raises(kv.CapacityError):
+                update_together(both.batches, admit=[list(range(20))] * 2, adapters=["fr", None])
+        assert held == list(manager._slots._holds)
+        for batch, before in zip(both.batches, shares, strict=True):
+            assert np.array_equal(batch.stepper.ledger.pool.shares, before)
+            batch.audit()
+        made = update_together(both.batches, admit=[list(range(20))], adapters=["fr"], retire=[first])
+        assert [[s.reused_tokens for s in group] for group in made] == [[16, 16]]
+        both.base.batch.clear()
+        assert list(manager._slots._holds) == [0] * len(held)

@@ -39,7 +39,7 @@ class KVModel:
 
     def __init__(self, batch: kv.Batch, io: KVIO, kind: str = "float32") -> None:
         self.batch, self.io, self.kind = batch, io, kind
-        self.caches = io.caches
+        self.caches = batch.resources.cache_managers[0] if io is None else io.caches
         self.random = np.random.default_rng(5)
         config = batch.plan.config  # layers are decoder layers
         places = enumerate(config.attention_indices)

@@ -142,3 +142,29 @@ def test_a_closed_object_takes_no_call(device: CountingDevice) -> None:
         for _ in range(2):
             with pytest.raises(StateError, match="thing is closed"), form:
                 pytest.fail("it went on")
+
+
+def test_what_follows_a_call_runs_when_the_next_one_can_be_made(device: CountingDevice) -> None:
+    guard, seen = CallGuard(device, "thing"), []
+
+    def after() -> None:
+        with guard.part:
+            seen.append(guard.is_busy)
+        seen.append(device.depth)
+
+    guard.finish()
+    guard.after = after
+    with guard.part:
+        assert guard.is_busy
+    with pytest.raises(InputError), guard.part:
+        raise InputError("no")
+    assert (seen, guard.is_busy, device.depth) == ([], False, 0)
+    with guard:
+        pass
+    with pytest.raises(InputError):
+        fail(guard, InputError, False)
+    guard.finish()
+    assert seen == [True, 0] * 3
+    with pytest.raises(KeyboardInterrupt), guard.part:
+        raise KeyboardInterrupt
+    assert isinstance(guard.poison, KeyboardInterrupt)

@@ -129,9 +129,17 @@ def test_an_array_is_found_where_it_is(device: Device) -> None:
 
 
 def test_a_launch_keeps_its_arrays_alive(device: Device) -> None:
-    launch = store.bind(device, {"to": device.tensor((3,), dtype("int64")), "value": 1})
+    to = device.tensor((3,), dtype("int64"))
+    memory = weakref.ref(to._memory)
+    launch = store.bind(device, {"to": to, "value": 1})
+    del to
+    gc.collect()
+    assert memory() is not None
     launch(3, device.stream)
     device.stream.synchronize()
+    del launch
+    gc.collect()
+    assert memory() is None
 
 
 @pytest.mark.parametrize("items", [0, 1, 5, 200])

@@ -125,10 +125,10 @@ class HostTier:
 
     def take_copies(self, upper: KeptStore, window: int, slots: Sequence[int]) -> None:
         """Keep copies of window pages, which are about to go."""
-        owners = dict(upper.windows[window].kept())
+        pool = upper.windows[window]
         places: dict[Run, list[int]] = {}
         for slot in slots:
-            node, block = owners[slot]
+            node, block = pool.owner(slot)
             if isinstance(node, Tail):
                 self.take_tail(upper, node)
             else:

@@ -64,6 +64,18 @@ class SlotPool(Generic[T]):
         """Return ids and what they are kept for, oldest use first."""
         return self._kept.items()
 
+    def owner(self, slot: int) -> T:
+        """Return what an id is kept for.
+
+        Raises
+        ------
+        StateError
+            If it is not kept.
+        """
+        if slot not in self._kept:
+            raise StateError(f"slot {slot} is not kept, so it is kept for nothing")
+        return self._kept[slot]
+
     def oldest(self, count: int, protected: set[int] | frozenset[int] = frozenset()) -> list[int]:
         """Return up to `count` kept ids that could be given up, oldest use first; changes nothing."""
         return list(islice((i for i in self._kept if i not in self._pins and i not in protected), count))

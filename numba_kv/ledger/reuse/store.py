@@ -219,7 +219,7 @@ class KeptStore:
         victims = self.snapshots.oldest(1, kept)
         if not victims:
             return False
-        tail = dict(self.snapshots.kept())[victims[0]]
+        tail = self.snapshots.owner(victims[0])
         self.figures.evicted_snapshots += 1
         if self._is_leased(tail):
             if self.lower is not None:
