@@ -98,6 +98,7 @@ class CapturedRound(Unique):
         with batch.guard:
             if self._graph.is_closed:
                 raise StateError("launch: the captured round is closed; capture another")
+            batch._check_committed("launch")
             parts: list[tuple[Batch, int, int]] = [(batch.base, steps.verify_tokens, rounds)]
             if batch.draft is not None and steps.draft_steps:
                 parts.append((batch.draft, steps.draft_tokens, rounds * steps.draft_steps))
@@ -105,9 +106,9 @@ class CapturedRound(Unique):
                 member.stepper.reservation.check_launch(tokens, number)
                 with member.guard.host:
                     member.stepper.check_can_change()
-            batch._note_hostless()
             batch.guard.is_enqueueing = True
             self._graph.launch(batch.resources.stream)
+            batch._note_hostless()
             for member, tokens, number in parts:
                 member.stepper.reservation.launch(Launched(number, tokens, None, self))
             self._launched += rounds

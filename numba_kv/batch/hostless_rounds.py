@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +27,7 @@ class HostlessRounds(Proposals):
     rounds: RoundLaunches
     _states: MambaCacheManager
     _most: int
-    _parents: Tensor | None
+    _enqueued_parents: Tensor | None = None  # of the verification step that was enqueued last
 
     @property
     def round_steps(self) -> RoundSteps:
@@ -75,7 +74,10 @@ class HostlessRounds(Proposals):
             paths = None if nodes is None else node_array(device, "nodes", rows, chosen.verify_tokens, nodes)
             if parents is not None and paths is None:
                 raise InputError("nodes: None given, but a tree is verified; the ids of each row's path are wanted")
-            return CapturedRound(self, chosen, at_least_one("rounds", rounds), counts, paths, parents)
+            number = at_least_one("rounds", rounds)
+            self._pack_states(chosen.verify_tokens)
+            self.rounds.prepare(counts, paths, parents)
+            return CapturedRound(self, chosen, number, counts, paths, parents)
 
     def reserve(self, rounds: int, steps: RoundSteps | None = None) -> None:
         """Map the pages that `rounds` rounds need in both models, before they run without the host.
@@ -94,15 +96,22 @@ class HostlessRounds(Proposals):
             verified, each = chosen.verify_tokens, chosen.draft_steps
             if self.draft is None or not (each or chosen.catch_up is not None):
                 self.base.reserve(number, verified)
+                self._committed = None
                 return
             base, draft = self.base.stepper.ledger, self.draft.stepper.ledger
             behind = base.hi + number * verified + each * chosen.draft_tokens + (chosen.catch_up or 0) - draft.hi
             most = max(1, number * each, -(-int(behind[draft.live].max(initial=0)) // chosen.draft_tokens))
-            self.draft.stepper.check_step(np.where(draft.live, chosen.draft_tokens, 0), most)
+            if chosen.catch_up is None:
+                with self.draft.guard.host:
+                    counts = self.draft._even_counts(chosen.draft_tokens)
+            else:  # what the draft lacks of a prompt is appended by the rounds themselves
+                counts = np.where(draft.live, chosen.draft_tokens, 0)
+            self.draft.stepper.check_step(counts, most)
             self.base.reserve(number, verified)
+            self._committed = None
             self.guard.is_enqueueing = True
             with self.draft.guard:
-                self.draft.stepper.reserve(self.draft._even_counts(chosen.draft_tokens), most, False)
+                self.draft.stepper.reserve(counts, most, False)
 
     def advanced(self, rounds: int, steps: RoundSteps | None = None) -> None:
         """Note that `rounds` rounds ran without the host: lengths are known within bounds until `sync_lengths`.
@@ -116,6 +125,7 @@ class HostlessRounds(Proposals):
         """
         with self.guard:
             self._note_rounds(at_least_one("rounds", rounds), self._checked_steps(steps, None))
+            self._note_hostless()
 
     def enqueue_draft_step(self, stream: object, tokens: int | None = None) -> None:
         """Enqueue a step of the draft, as `Batch.enqueue_step`; a draft without a cache has none."""
@@ -124,7 +134,10 @@ class HostlessRounds(Proposals):
                 self.draft.enqueue_step(stream, self.draft_tokens if tokens is None else tokens)
 
     def enqueue_catch_up(self, stream: object, ahead: int = 0) -> None:
-        """Enqueue what `catch_up` does into a capture of the caller's own, as `Batch.enqueue_step`."""
+        """Enqueue what `catch_up` does into a capture of the caller's own, as `Batch.enqueue_step`.
+
+        What a forward pass in that capture reads is the view of an earlier `catch_up`: its tensors stay where they are.
+        """
         with self.guard:
             number = self._checked_ahead(ahead)
             if self._catch_up is not None:
@@ -140,11 +153,13 @@ class HostlessRounds(Proposals):
             default = self.spec.verify_tokens if parents is None else parents.shape[1]
             number = self._checked_verify(default if tokens is None else tokens)
             target = device.as_capturing_stream(stream)
+            if parents is not None:
+                self.rounds.prepare_tree(parents)
             self.base.enqueue_step(stream, number)
             self._pack_states(number)
             if parents is not None:
                 self.rounds.place_nodes(parents, target)
-            self._parents = parents
+            self._enqueued_parents = parents
 
     def enqueue_commit(self, stream: object, accepted: Any, nodes: Any = None) -> None:
         """Enqueue what `commit` does with arrays of the device, for the verification step that was enqueued last."""
@@ -152,10 +167,10 @@ class HostlessRounds(Proposals):
             rows, device = self.base.plan.config.max_batch_size, self.resources.device
             counts = accepted_array(device, rows, accepted)
             paths = None if nodes is None else node_array(device, "nodes", rows, self._most, nodes)
-            if self._parents is not None and paths is None:
+            if self._enqueued_parents is not None and paths is None:
                 raise InputError("nodes: None given, but a tree was verified; the ids of each row's path are wanted")
             target = device.as_capturing_stream(stream)
-            self.rounds.commit(counts, paths, self._parents, target)
+            self.rounds.commit(counts, paths, self._enqueued_parents, target)
 
     # -- parts ---------------------------------------------------------------------------------------------------
 
@@ -207,6 +222,6 @@ class HostlessRounds(Proposals):
         ahead = steps.draft_steps * steps.draft_tokens + (steps.catch_up or 0)
         draft.note_bounds(lowest, np.where(draft.ledger.live, base.ledger.hi + ahead, 0))
 
-    @abstractmethod
     def _note_hostless(self) -> None:
         """Forget what the host knew of the round before: others ran since."""
+        self._drafted, self._committed = 0, None

@@ -47,6 +47,9 @@ class PairedBatches(Unique, ABC):
     A draft without a cache of its own reads the base's: then there is only the base's batch, and `draft` is None.
     """
 
+    #: Tokens of each row in the last verification step, if that is committed and still what the base did last.
+    _committed: NDArray[np.int64] | None = None
+
     def __init__(self, resources: SharedResources, *, scrub: str = "never") -> None:
         if not isinstance(resources, SharedResources):
             raise InputError(f"resources: {type(resources).__name__} is not a SharedResources")
@@ -93,6 +96,8 @@ class PairedBatches(Unique, ABC):
                 self._check_committed("update")
             self._check_members()
             made = self.base.update(retire=leaving, admit=prompts, adapters=adapters)
+            if prompts:
+                self._committed = None
             if self.draft is not None:
                 self.guard.is_enqueueing = True
                 gone = self._partners([sequence.row for sequence in leaving])
@@ -113,6 +118,7 @@ class PairedBatches(Unique, ABC):
             given = None if order is None else listed("order", order)
             rows = {sequence: sequence.row for sequence in self.base.sequences}
             moved = self.base.compact(given)
+            self._committed = None
             if self.draft is not None and moved:
                 self.guard.is_enqueueing = True
                 self.draft.compact(None if given is None else self._partners([rows[sequence] for sequence in given]))
@@ -139,10 +145,13 @@ class PairedBatches(Unique, ABC):
             self._check_committed("step")
             self._check_members()
             if self.draft is None:
-                return self.base.step(tokens)
+                view = self.base.step(tokens)
+                self._committed = None
+                return view
             counts = self._step_counts(tokens)
             self.draft.stepper.check_step(counts)
             view = self.base.step(tokens)
+            self._committed = None
             self.guard.is_enqueueing = True
             drafts = {s: int(counts[s.row]) for s in self.draft.sequences if counts[s.row]}
             self._noted_draft_step(self.draft.step(tokens if isinstance(tokens, int) else drafts))
@@ -174,6 +183,7 @@ class PairedBatches(Unique, ABC):
                     if 0 <= target < own:
                         back[self._partners([row])[0]] = own - target
             self.base.rewind(tokens)
+            self._committed = None
             if self.draft is not None and back:
                 self.guard.is_enqueueing = True
                 self.draft.rewind(back)
@@ -221,7 +231,9 @@ class PairedBatches(Unique, ABC):
     def refusals(self) -> dict[Sequence, Status]:
         """Return the sequences of which the device refused a step or a commit, and why; their status words are cleared.
 
-        A row whose commit was refused has all tokens of its verification step, and may be committed again.
+        A row whose commit was refused has all tokens of its verification step. It may be committed again if this is asked right
+        after that round: once rows have changed, moved or been verified anew, or `reserve` made room for rounds without the
+        host, the refusal is told and nothing waits for a commit.
 
         Stream: waits.
         """

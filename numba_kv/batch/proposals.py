@@ -87,7 +87,7 @@ class Proposals(PairedBatches):
         -------
         StepView
             `draft_view`: a step with places for `catch_up_tokens` of every row, in use or not. Those of tokens that a row does
-            not lack have slot -1.
+            not lack have slot -1. `KVIO` and `PagedAttention` take it; for what it is not good, see `CatchUpView`.
 
         Raises
         ------

@@ -84,22 +84,32 @@ class RoundLaunches:
         self._values |= {"keeps": int(keeps), "has_draft": int(draft is not None), "kept": self._kept, "slots": self._slots}
         self._bound: OrderedDict[tuple[Any, ...], Any] = OrderedDict()
         self._bind_commit(self._told[: self._rows], None, None)  # compiled and loaded now: a first call may be captured
+        tree = Tensor(self._path._memory, self._device, _INT32, (self._rows, verify_tokens))
+        self._bind_placing(tree)
+        self._moves.bound(tree)
         if self._has_states:
             base.mamba_cache.prepare_commits()
 
     def prepare_tree(self, parents: Tensor) -> None:
-        """Compile and bind what trees need; as the rest, before a capture. Enqueues nothing."""
-        self._moves.bound(Tensor(self._path._memory, self._device, _INT32, parents.shape))
+        """Bind what places the nodes of a tree. Enqueues nothing."""
         self._placing(parents)
+
+    def prepare(self, accepted: Tensor, nodes: Tensor | None, parents: Tensor | None) -> None:
+        """Bind all that a round with these arrays needs, so that nothing is left to be bound in a capture. Enqueues nothing."""
+        if parents is not None:
+            self.prepare_tree(parents)
+        _, path, _ = self._committing(accepted, nodes, parents)
+        if nodes is not None:
+            self._moves.bound(path)
+        if self._has_states:
+            self._base.mamba_cache.prepare_commits(self._kept, self._slots, None if nodes is None else path)
 
     def commit(self, accepted: Tensor, nodes: Tensor | None, parents: Tensor | None, stream: Stream) -> int:
         """Enqueue a commit of checked arrays: int32 [B], [B, A] and [B, V]. Returns the number of kernels.
 
         Stream: enqueues one kernel; with nodes or states one before it, one for each slab that moves, and those of the states.
         """
-        resolve, path, commit = self._cached(
-            ("commit", accepted.address, *_key(nodes), *_key(parents)), lambda: self._bind_commit(accepted, nodes, parents)
-        )
+        resolve, path, commit = self._committing(accepted, nodes, parents)
         launches = 1
         if nodes is not None or self._has_states:
             resolve(self._rows, stream)
@@ -142,14 +152,18 @@ class RoundLaunches:
         self._staging.close()
 
     def _placing(self, parents: Tensor) -> Launch:
-        buffers = self._base.step_buffers
-
-        def bind() -> Launch:
-            values = {name: getattr(buffers, name) for name in ("positions", "cu_seqlens_q", "context_lens", "appended")}
-            return place_nodes.bind(self._device, {**values, "parents": unowned(parents)})
-
-        launch: Launch = self._cached(("nodes", *_key(parents)), bind)
+        launch: Launch = self._cached(("nodes", *_key(parents)), lambda: self._bind_placing(parents))
         return launch
+
+    def _bind_placing(self, parents: Tensor) -> Launch:
+        buffers = self._base.step_buffers
+        values = {name: getattr(buffers, name) for name in ("positions", "cu_seqlens_q", "context_lens", "appended")}
+        return place_nodes.bind(self._device, {**values, "parents": unowned(parents)})
+
+    def _committing(self, accepted: Tensor, nodes: Tensor | None, parents: Tensor | None) -> tuple[Launch, Tensor, Launch]:
+        key = ("commit", accepted.address, *_key(nodes), *_key(parents))
+        found: tuple[Launch, Tensor, Launch] = self._cached(key, lambda: self._bind_commit(accepted, nodes, parents))
+        return found
 
     def _bind_commit(self, accepted: Tensor, nodes: Tensor | None, parents: Tensor | None) -> tuple[Launch, Tensor, Launch]:
         columns = 0 if nodes is None else nodes.shape[1]

@@ -100,7 +100,6 @@ class SpeculativeBatch(HostlessRounds):
                     width = self._checked_width(catch_up_tokens)
                     self._catch_up = CatchUp(caches[0].step_buffers, self.draft.stepper, width, resources.taker(1))
         self._verified: NDArray[np.int64] | None = None  # tokens of each row in the step that waits for its commit
-        self._committed: NDArray[np.int64] | None = None  # ... in the last one that did not
         self._parents: Tensor | None = None
         self._trees: dict[tuple[int, ...], Tensor] = {}
 
@@ -179,13 +178,11 @@ class SpeculativeBatch(HostlessRounds):
             if parents is not None:
                 self.rounds.prepare_tree(parents)  # what can fail comes before the step
             view = self.base.step(asked)
-            longest = int(counts.max())
-            if self._states.has_intermediate_recurrent_states:
-                self._states.reshape_intermediate_states(len(counts), longest)
+            self._pack_states(int(counts.max()))
             if parents is not None:
                 self.guard.is_enqueueing = True
                 self.rounds.place_nodes(parents, self.resources.stream)
-            self._verified, self._parents = counts, parents
+            self._verified, self._committed, self._parents = counts, None, parents
             return view
 
     def commit(self, accepted: Any, nodes: Any = None) -> None:
@@ -233,6 +230,7 @@ class SpeculativeBatch(HostlessRounds):
                     nodes = node_array(place, "nodes", len(counts), int(counts.max()), nodes)
                 elif self._parents is not None:
                     raise InputError("nodes: None given, but a tree was verified; the ids of each row's path are wanted")
+            self._pack_states(int(counts.max()))  # a capture in between may have said otherwise
             with ExitStack() as guards:
                 for batch in self._members:
                     guards.enter_context(batch.guard)
@@ -277,14 +275,11 @@ class SpeculativeBatch(HostlessRounds):
                 if target < stepper.ledger.lo[row]:
                     stepper.ledger.note_rewind(row, target)
 
-    def _note_hostless(self) -> None:
-        self._check_committed("launch")
-        self._drafted, self._committed = 0, None
-
     def _commit_again(self, rows: list[int]) -> None:
         if self._verified is None and self._committed is not None:
+            waiting = self.base._buffers.appended.to_host()[0, rows]  # 0 of a row whose refusal is an older round's
             again = np.zeros_like(self._committed)
-            again[rows] = self._committed[rows]
+            again[rows] = np.where(waiting == self._committed[rows], waiting, 0)
             self._verified = again if again.any() else None
 
     # -- checks --------------------------------------------------------------------------------------------------

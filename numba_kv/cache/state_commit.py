@@ -126,10 +126,14 @@ class StateCommits:
             for launch, each in launches:
                 launch(rows * each, where, tokens=tokens)
 
-    def prepare(self) -> None:
-        """Compile and bind what moves states, so that the first commit can be part of a capture. Host only."""
+    def prepare(self, accept_len: Any, state_index: Any, node_ids: Any) -> None:
+        """Compile what commits need, and bind it to these arrays; see `MambaCacheManager.prepare_commits`."""
         with self._guard:
             self._check_active()
+            if accept_len is None:  # the check is compiled for any arrays
+                self._check_of(self._status, self._status, None)
+            else:
+                self._check_of(accept_len, state_index, node_ids)
             self._bound()
 
     def _bound(self) -> list[tuple[Launch, int]]:

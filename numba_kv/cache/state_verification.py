@@ -42,17 +42,22 @@ class StateVerification(Unique):
         """Kernels of a commit."""
         return self._commits.num_launches
 
-    def prepare_commits(self) -> None:
+    def prepare_commits(self, accept_len: Any = None, state_index: Any = None, node_ids: Any = None) -> None:
         """Compile what commits need, so that the first one can be part of a capture.
+
+        Parameters
+        ----------
+        accept_len, state_index, node_ids : optional
+            Of a commit that will be captured, as it will be given them: then nothing is left to be bound in the capture.
 
         Raises
         ------
-        StateError
-            If the plan has no verification.
+        ShapeError, InteropError, StateError
+            As `scatter_accepted_linear_states`.
 
         Stream: host only. Cost: seconds, the first time on a machine.
         """
-        self._commits.prepare()
+        self._commits.prepare(accept_len, state_index, node_ids)
 
     def reshape_intermediate_states(self, num_rows: int, num_tokens: int) -> None:
         """Say how the next verification step packs its snapshots or inputs: ``[num_rows, num_tokens, ...]``.

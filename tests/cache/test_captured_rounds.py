@@ -9,6 +9,7 @@ import pytest
 
 import numba_kv as kv
 from numba_kv.batch import RoundSteps
+from numba_kv.kernels.jit import Kernel
 from tests.helpers.rounds import DEPLOYMENTS, ROWS, RoundModel, opened_rounds
 from tests.helpers.states import everything, int32
 
@@ -126,6 +127,194 @@ def test_a_round_in_a_capture_of_the_callers_own() -> None:
         batch.sync_lengths()
         assert [s.length for s in sequences] == [9 + 15, 4 + 5]
         assert [batch.draft_length(s) for s in sequences] == [9 + 15, 4 + 5]
+        batch.audit()
+        graph.close()
+        accepted._memory.close(device.stream)
+
+
+def test_catching_up_in_a_capture_of_the_callers_own() -> None:
+    """Rows are behind by different amounts in every round; the graph leaves what the calls leave."""
+    counts, steps = [4, 1, 0], RoundSteps(verify_tokens=4, draft_steps=2, catch_up=1)
+    with opened_rounds("chain") as called, opened_rounds("chain") as captured:
+        called.admit(*PROMPTS)
+        captured.admit(*PROMPTS)
+        batch = called.batch
+        accepted = int32(batch.resources.device, counts)
+        for _ in range(4):
+            batch.catch_up(1)
+            for _ in range(2):
+                batch.draft_step()
+            batch.verify_step()
+            batch.commit(accepted)
+            batch.sync_lengths()
+        own, device = captured.batch, captured.batch.resources.device
+        given = int32(device, counts)
+
+        def work(stream: object) -> None:
+            own.enqueue_catch_up(stream, 1)
+            for _ in range(2):
+                own.enqueue_draft_step(stream)
+            own.enqueue_verify_step(stream)
+            own.enqueue_commit(stream, given)
+
+        with pytest.raises(kv.InputError, match="ahead: 2 is not 0 or 1"):
+            own.enqueue_catch_up(device.stream, 2)
+        own.reserve(4, steps)
+        graph = device.capture(work)
+        assert [own.draft_length(s) for s in own.sequences] == list(PROMPTS)  # nothing ran
+        for _ in range(4):
+            graph.launch(device.stream)
+        own.advanced(4, steps)
+        same(seen(captured), seen(called))
+        assert [(s.length, own.draft_length(s)) for s in own.sequences] == [(9 + 16, 9 + 15), (4 + 4, 4 + 4)]
+        graph.close()
+        for array in (accepted, given):
+            array._memory.close(array.device.stream)
+
+
+@pytest.mark.parametrize("name", ["tree", "replay", "snapshots"])
+def test_nothing_is_bound_while_rounds_are_captured(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trees, counts and paths are a caller's own arrays, which nobody has seen before. On `cpu` a launch is what captures."""
+    bound: list[Kernel] = []
+    bind = Kernel.bind
+
+    def noted(kernel: Kernel, *arguments: Any, **options: Any) -> Any:
+        bound.append(kernel)
+        return bind(kernel, *arguments, **options)
+
+    monkeypatch.setattr(Kernel, "bind", noted)
+    with opened_rounds(name) as model:
+        model.admit(*PROMPTS)
+        batch, device = model.batch, model.batch.resources.device
+        arrays = [int32(device, values) for values in ([1] * ROWS, [[0, 1, 3]] * ROWS, [[-1, 0, 0, 1]] * ROWS)]
+        accepted, nodes, tree = arrays
+        compiled = set(bound)
+
+        def work(stream: object) -> None:
+            batch.enqueue_verify_step(stream, tree=tree)
+            batch.enqueue_commit(stream, accepted, nodes)
+
+        steps = RoundSteps(verify_tokens=4)
+        batch.reserve(1, steps)
+        bound.clear()
+        own = device.capture(work)
+        own.launch(device.stream)
+        assert set(bound) <= compiled  # addresses are new there, kernels are not
+        batch.advanced(1, steps)
+        arrays += [int32(device, values) for values in ([1] * ROWS, [[0, 1]] * ROWS, [[-1, 0, 1]] * ROWS)]
+        captured: list[int] = []
+        capture = device.capture
+
+        def counted(work: Any) -> Any:
+            captured.append(len(bound))
+            found = capture(work)
+            captured.append(len(bound))
+            return found
+
+        with monkeypatch.context() as patch:
+            patch.setattr(device, "capture", counted)
+            graph = batch.capture(arrays[3], arrays[4], tree=arrays[5])
+        assert captured[0] == captured[1]
+        graph.reserve(1)
+        bound.clear()
+        graph.launch()
+        assert not bound
+        graph.advanced()
+        batch.sync_lengths()
+        assert [s.length for s in batch.sequences] == [n + 2 for n in PROMPTS]
+        batch.audit()
+        for graph_made in (own, graph):
+            graph_made.close()
+        for array in arrays:
+            array._memory.close(device.stream)
+
+
+def test_a_launch_that_fails_leaves_the_notes(monkeypatch: pytest.MonkeyPatch) -> None:
+    with opened_rounds("chain") as model:
+        model.admit(*PROMPTS)
+        batch, device = model.batch, model.batch.resources.device
+        accepted = int32(device, [1] * ROWS)
+        graph = batch.capture(accepted)
+        model.draft_step()
+        graph.reserve(1)
+
+        def fail(stream: object) -> None:
+            raise kv.DeviceError("launch failed")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(graph._graph, "launch", fail)
+            with pytest.raises(kv.DeviceError):
+                graph.launch()
+        assert batch._drafted == 1
+        assert batch.base.stepper.reservation.launched_steps == 0
+        graph.close()
+        accepted._memory.close(device.stream)
+
+
+def test_a_round_that_waits_is_committed_before_a_launch() -> None:
+    with opened_rounds("chain") as model:
+        first, second = model.admit(*PROMPTS)
+        batch, device = model.batch, model.batch.resources.device
+        accepted = int32(device, [1] * ROWS)
+        graph = batch.capture(accepted)
+        model.verify(3)
+        with pytest.raises(kv.StateError, match="launch: the last verification step is not committed"):
+            graph.launch()
+        batch.commit({first: 1, second: 2})
+        model.accepted({first: (0,), second: (0, 1)})
+        model.check()
+        graph.close()
+        accepted._memory.close(device.stream)
+
+
+@pytest.mark.parametrize("name", ["replay", "snapshots"])
+def test_a_capture_between_a_step_and_its_commit_changes_neither(name: str) -> None:
+    """Of fewer tokens and without a tree, by the batch and by the caller."""
+    with opened_rounds(name) as model:
+        first, second = model.admit(*PROMPTS)
+        batch, device = model.batch, model.batch.resources.device
+        accepted = int32(device, [1] * ROWS)
+        model.verify(parents=(-1, 0, 0, 1))
+
+        def work(stream: object) -> None:
+            batch.enqueue_verify_step(stream, 2)
+            batch.enqueue_commit(stream, accepted)
+
+        graphs = [device.capture(work), batch.capture(accepted, steps=RoundSteps(verify_tokens=2))]
+        with pytest.raises(kv.InputError, match="whose parent is 0 and not 1"):
+            batch.commit({first: (0, 1, 2), second: (0,)})
+        paths = {first: (0, 1, 3), second: (0, 2)}
+        batch.commit(paths)
+        model.accepted(paths)
+        model.check()
+        for graph in graphs:
+            graph.close()
+        accepted._memory.close(device.stream)
+
+
+def test_room_for_a_draft_that_has_not_its_prompt() -> None:
+    """The base took the prompt as a verification step: rounds that catch up bring it to the draft; others are refused whole."""
+    with opened_rounds("chain", catch_up_tokens=4) as model:
+        batch, device = model.batch, model.batch.resources.device
+        (sequence,) = batch.update(admit=[3])
+        batch.verify_step({sequence: 3})
+        batch.commit({sequence: 3})
+        assert (sequence.length, batch.draft_length(sequence)) == (3, 0)
+        free = batch.free_pages
+        with pytest.raises(kv.StateError, match="3 unprefilled tokens"):
+            batch.reserve(9, RoundSteps(verify_tokens=4, draft_steps=3))
+        assert batch.free_pages == free
+        accepted = int32(device, [2] * ROWS)
+        graph = batch.capture(accepted)
+        with pytest.raises(kv.StateError, match="0 reserved ones are left"):
+            graph.launch()
+        graph.reserve(2)
+        for _ in range(2):
+            graph.launch()
+        graph.advanced()
+        batch.sync_lengths()
+        assert (sequence.length, batch.draft_length(sequence)) == (7, 7)
+        assert batch.refusals() == {}
         batch.audit()
         graph.close()
         accepted._memory.close(device.stream)
