@@ -99,7 +99,7 @@ class Composer:
         self._start_change()
         if self.scrubs is not None:
             self.stats.launches += self.scrubs.leaving(leaving)
-        before = self.device.bytes_to_device
+        before = self.device.bytes_sent
         self.launches.send(num_words, records)
         self._count(before)
         top, rotated = note_change_at(
@@ -118,7 +118,7 @@ class Composer:
         """Make row i what row ``sources[i]`` was."""
         self.begin()
         self._start_change()
-        before = self.device.bytes_to_device
+        before = self.device.bytes_sent
         self.launches.permute(cycles_of(sources))
         self._count(before)
         self.ledger.permute(sources)
@@ -163,7 +163,7 @@ class Composer:
     def place(self, records: NDArray[np.int32]) -> None:
         """Give rows the lengths and pages that `records` say; see `kernels/place.py`."""
         self._start_change()
-        before = self.device.bytes_to_device
+        before = self.device.bytes_sent
         self.launches.place(records)
         self._count(before)
         self._last[records[:, layout.PLACE_ROW]] = 0
@@ -284,13 +284,13 @@ class Composer:
 
     def _send(self, block: EditBlock) -> None:
         self._start_change()
-        before = self.device.bytes_to_device
+        before = self.device.bytes_sent
         self.launches.apply(block)
         self._count(before)
 
     def _count(self, bytes_before: int) -> None:
         self.stats.launches += 1
-        self.stats.bytes_to_device += self.device.bytes_to_device - bytes_before
+        self.stats.bytes_to_device += self.device.bytes_sent - bytes_before
 
 
 def _window_words(group: GroupPlan) -> tuple[int, int, int, int]:

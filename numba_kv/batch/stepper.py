@@ -50,14 +50,14 @@ class Stepper(Composer):
     def step_again(self) -> StepView:
         """Repeat an even step: nothing is sent, nothing is decided."""
         even, stats, device = self._even, self.stats, self.device
-        before = device.bytes_to_device
+        before = device.bytes_sent
         self._start_work()
         stats.launches += self.launches.step(even.total, even.count, even.is_long, device.stream)
         even.again()
         stats.steps += 1
         stats.decode_steps += 1
         stats.tokens += even.total
-        stats.steady_bytes_to_device += device.bytes_to_device - before
+        stats.steady_bytes_to_device += device.bytes_sent - before
         return StepView(self.buffers, even.num_rows, even.total, even.count, even.upper, even.is_exact, even.is_long)
 
     def step(self, counts: NDArray[np.int64], *, even: bool = False, driven: DeviceCounts | None = None) -> StepView:
@@ -239,7 +239,7 @@ class Stepper(Composer):
         words = self.launches.acquire()
         num_words = write_growth(words, rows, targets, ledger.numbers, pool.stack, pool.free_pages)
         self._start_change()
-        before = self.device.bytes_to_device
+        before = self.device.bytes_sent
         self.launches.send_pages(num_words, rows)
         self._count(before)
         note_growth(targets, ledger.numbers, ledger.pages, pool.stack, pool.free_pages)

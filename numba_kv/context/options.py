@@ -31,8 +31,8 @@ class ReuseOptions:
     naming : BlockHash or None
         Names blocks, for events; None: they have no names.
     on_event : callable or None
-        Is told of blocks that come and go, in their order, after the batch's call in which they did, on its thread. It may call
-        the batch. The call has done its work by then: what `on_event` raises is logged by ``numba_kv.batch.reuse_events`` with
+        Is told of blocks that come and go, in their order, after the batch's call in which they did. It may call the batch. The
+        call has done its work by then: what `on_event` raises is logged by ``numba_kv.batch.reuse_events`` with
         its traceback and not raised, unless it is no Exception, as an interrupt.
     future_tokens : int
         For a batch of a draft: tokens behind a position that its K and V depend on, 1 for EAGLE and MTP heads, whose input at a

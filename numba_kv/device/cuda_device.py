@@ -212,12 +212,11 @@ class CudaDevice(Device):
         """Capture through cuda.core's graph builder."""
         return CudaGraph(self, work)
 
-    def copy_to_device(self, destination: int, source: int, nbytes: int, stream: Stream) -> None:
+    def _copy(self, destination: int, source: int, nbytes: int, stream: Stream) -> None:
         """Enqueue a copy; page-locked sources must not change before it has run."""
         with self.active():
             copy = self._driver.cuMemcpyHtoDAsync(destination, source, nbytes, stream.driver_stream)  # type: ignore[attr-defined]
             check_driver(copy, "copy to the device")
-        self.bytes_to_device += nbytes
 
     def copy_and_record(self, destination: int, source: int, nbytes: int, stream: Stream, again: Event | None) -> Event:
         """Enqueue a copy and an event; the device is looked at once."""
@@ -228,7 +227,7 @@ class CudaDevice(Device):
             (status,) = self._driver.cuMemcpyHtoDAsync(destination, source, nbytes, stream.driver_stream)  # type: ignore[attr-defined]
             if status:
                 check_driver((status,), "copy to the device")
-            self.bytes_to_device += nbytes
+            self.bytes_sent += nbytes
             stream.native.record(again.native)  # type: ignore[attr-defined]
         finally:
             if entered:
@@ -239,11 +238,11 @@ class CudaDevice(Device):
         """Enqueue a copy and an event without giving the interpreter's lock away."""
         held = self._held
         if held is None or again is None:
-            return self.copy_and_record(destination, source, nbytes, stream, again)
+            return super().copy_block(destination, source, nbytes, stream, again)
         status = held.copy(destination, source, nbytes, stream.handle) or held.record(again.handle, stream.handle)
         if status:
             raise DeviceError(f"copy to the device: the driver reports error {status}")
-        self.bytes_to_device += nbytes
+        self.count_upload(nbytes)
         return again
 
     def wait_block(self, event: Event) -> None:

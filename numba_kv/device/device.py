@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -58,8 +59,8 @@ class Device(Unique, ABC):
         Where everything is enqueued that names no stream.
     memory, pinned : MemoryStats
         Device bytes and page-locked host bytes given out.
-    bytes_to_device : int
-        Bytes copied from the host so far.
+    bytes_sent : int
+        Bytes that calls have copied from the host; without those of uploads, whose threads run beside the calls.
     """
 
     target: str
@@ -69,7 +70,19 @@ class Device(Unique, ABC):
     def __init__(self) -> None:
         self.memory = MemoryStats()
         self.pinned = MemoryStats()
-        self.bytes_to_device = 0
+        self.bytes_sent = 0
+        self._bytes_uploaded = 0
+        self._counting = threading.Lock()
+
+    @property
+    def bytes_to_device(self) -> int:
+        """Bytes copied from the host so far."""
+        return self.bytes_sent + self._bytes_uploaded
+
+    def count_upload(self, nbytes: int) -> None:
+        """Count bytes of an upload, from any thread."""
+        with self._counting:
+            self._bytes_uploaded += nbytes
 
     @abstractmethod
     def allocate(self, nbytes: int) -> Memory:
@@ -110,9 +123,14 @@ class Device(Unique, ABC):
     def capture(self, work: Callable[[Stream], None]) -> Graph:
         """Capture what `work` enqueues on the stream that it is given. Nothing runs."""
 
-    @abstractmethod
     def copy_to_device(self, destination: int, source: int, nbytes: int, stream: Stream) -> None:
-        """Copy host bytes at address `source` to the device address `destination`. Stream: enqueues."""
+        """Copy host bytes at address `source`, which stay until it has run, to a device address. Stream: enqueues."""
+        self._copy(destination, source, nbytes, stream)
+        self.bytes_sent += nbytes
+
+    @abstractmethod
+    def _copy(self, destination: int, source: int, nbytes: int, stream: Stream) -> None:
+        """Copy as `copy_to_device`, uncounted."""
 
     def copy_and_record(self, destination: int, source: int, nbytes: int, stream: Stream, again: Event | None) -> Event:
         """Copy as `copy_to_device`, and return an event behind it as ``stream.record(again=again)``. Stream: enqueues both."""
@@ -120,8 +138,10 @@ class Device(Unique, ABC):
         return stream.record(again=again)
 
     def copy_block(self, destination: int, source: int, nbytes: int, stream: Stream, again: Event | None) -> Event:
-        """Do as `copy_and_record`, where several threads do so at once and the device is current in them."""
-        return self.copy_and_record(destination, source, nbytes, stream, again)
+        """Copy for an upload as `copy_and_record`, where several threads do so at once and the device is current in them."""
+        self._copy(destination, source, nbytes, stream)
+        self.count_upload(nbytes)
+        return stream.record(again=again)
 
     def wait_block(self, event: Event) -> None:
         """Wait for an event of `copy_block`, in one of these threads."""

@@ -57,10 +57,9 @@ class HostDevice(Device):
         """Return a graph that calls `work` again."""
         return HostGraph(work)
 
-    def copy_to_device(self, destination: int, source: int, nbytes: int, stream: Stream) -> None:
+    def _copy(self, destination: int, source: int, nbytes: int, stream: Stream) -> None:
         """Copy bytes."""
         ctypes.memmove(destination, source, nbytes)
-        self.bytes_to_device += nbytes
 
     def copy_to_host(self, destination: int, source: int, nbytes: int, stream: Stream) -> None:
         """Copy bytes."""

@@ -66,7 +66,7 @@ class SentLaunch:
         words[_COPY_STREAM] = words[_LAUNCH_STREAM] = words[_EVENT_STREAM] = stream.handle
         words[_BLOCKS] = launch.prepare(items)
         calls()
-        self._device.bytes_to_device += nbytes
+        self._device.bytes_sent += nbytes
         self._staging.sent(event, stream)
 
     def _bound(self) -> DriverCalls:

@@ -219,7 +219,7 @@ class Uploader:
             self._threads = ThreadPoolExecutor(self._num_readers, "numba_kv-weights")
         else:
             run.begun.set()
-        device, before, everyone = self._device, self._device.bytes_to_device, range(run.num_readers)
+        device, everyone = self._device, range(run.num_readers)
         work: list[Future[Any]] = []
         try:
             if self._direct:
@@ -242,7 +242,6 @@ class Uploader:
             self._end_threads()
             raise
         finally:  # and no copy
-            device.bytes_to_device = before + sum(run.done)  # readers that counted at the same time may have lost some
             self._blocks.drain()
             work.clear()  # see `_watch`
         return memory
@@ -257,6 +256,7 @@ class Uploader:
         while window := run.take():
             begin, end = window
             run.windows.fill(host_bytes(memory)[begin:end], begin)
+            self._device.count_upload(end - begin)
             run.done[reader] += end - begin
 
     def _fill_first(self, run: _Run, reader: int) -> Range | None:

@@ -69,8 +69,8 @@ class LateDevice(HostDevice):
             return LateStream(self._num_streams)
         return super().as_stream(stream)
 
-    def copy_to_device(self, destination: int, source: int, nbytes: int, stream: Stream) -> None:
-        copy = super().copy_to_device
+    def _copy(self, destination: int, source: int, nbytes: int, stream: Stream) -> None:
+        copy = super()._copy
         queue_of(stream).append(lambda: copy(destination, source, nbytes, stream))
 
     def copy_to_host(self, destination: int, source: int, nbytes: int, stream: Stream) -> None:

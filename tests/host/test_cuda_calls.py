@@ -134,7 +134,7 @@ def test_a_block_that_cannot_be_copied_leaves_the_thread_as_it_was(fake: Fake, b
         del driver.results["cuMemcpyHtoDAsync"]
         staging.send_to(0xA000, 4, device.stream)
         assert device.bytes_to_device == 16
-        device.bytes_to_device = 0
+        device.bytes_sent = 0
 
 
 def test_a_block_is_one_copy_and_one_event(fake: Fake) -> None:

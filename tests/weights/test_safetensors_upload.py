@@ -7,6 +7,7 @@ import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +19,9 @@ from numba_kv.errors import DeviceError, InputError, StateError, WeightError
 from numba_kv.weights import SafetensorsFile, Uploader
 from numba_kv.weights.assembly import FileRange
 from numba_kv.weights.windows import Segment, Windows
+from tests.helpers.batches import opened
 from tests.helpers.late_device import LateDevice
+from tests.helpers.models import tiny_config
 from tests.helpers.weight_files import write
 
 RANDOM = np.random.default_rng(1)
@@ -211,13 +214,56 @@ def test_a_source_that_fails_ends_everything(direct: bool, readers: int) -> None
 
 def test_a_copy_that_fails_ends_everything() -> None:
     class Broken(HostDevice):
-        def copy_to_device(self, destination, source, nbytes, stream):  # type: ignore[no-untyped-def]
+        def _copy(self, destination, source, nbytes, stream):  # type: ignore[no-untyped-def]
             raise DeviceError("the driver is gone")
 
     device = Broken("cpu")
     with Uploader(device, staging_nbytes=8192, block_nbytes=1024, direct=False) as uploader, pytest.raises(DeviceError):
         uploader.upload(contents([5000])[0], device.allocate(8192))
     assert device.pinned.current_bytes == 0
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_what_others_send_meanwhile_is_counted_once_and_apart(direct: bool) -> None:
+    device, (segments, whole) = HostDevice("cpu"), contents([5000, 3000])
+    other, word = device.allocate(256), np.zeros(100, np.uint8)
+    sent: list[int] = []
+
+    def fill(out: np.ndarray, at: int) -> None:  # meanwhile another call is at work
+        device.copy_to_device(other.address, word.ctypes.data, 100, device.stream)
+        sent.append(100)
+        out[:] = 7
+
+    end = len(whole) + -len(whole) % 256
+    with Uploader(device, staging_nbytes=8192, block_nbytes=1024, num_readers=1, direct=direct) as uploader:
+        uploader.upload([*segments, Segment(begin=end, nbytes=2048, fill=fill)], device.allocate(16_384))
+    assert len(sent) >= 2
+    assert device.bytes_to_device == sum(sent) + end + 2048
+    assert device.bytes_sent == sum(sent)
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_a_steady_step_sends_nothing_while_weights_are_loaded(direct: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    with opened(tiny_config(None, max_batch_size=2), "cpu") as batch:
+        device, launches = batch.resources.device, batch.stepper.launches
+        batch.step({batch.admit(num_tokens=3): 3})
+        for _ in range(2):
+            batch.step(1)
+        segments, whole = contents([5000])
+        step, memory = launches.step, device.allocate(len(whole))
+
+        def beside(*args: Any) -> int:
+            uploader.upload(segments, memory)
+            return step(*args)
+
+        before = vars(batch.stats)
+        with Uploader(device, staging_nbytes=8192, block_nbytes=1024, direct=direct) as uploader:
+            monkeypatch.setattr(launches, "step", beside)
+            batch.step(1)
+        assert batch.stats.decode_steps == before["decode_steps"] + 1
+        assert batch.stats.steady_bytes_to_device == before["steady_bytes_to_device"] == 0
+        assert np.array_equal(received(device, memory, len(whole)), whole)
+        memory.close(device.stream)
 
 
 def test_progress_goes_from_nothing_to_all() -> None:
