@@ -12,6 +12,7 @@ import pytest
 import numba_kv as kv
 from numba_kv.device.stream import CudaStream, Event
 from numba_kv.dtypes import dtype
+from numba_kv.kernels.driver_calls import DriverCalls
 from tests.helpers.captured import PROMPTS, addresses, admitted, model, prefilled
 from tests.helpers.models import tiny_config
 
@@ -76,7 +77,7 @@ def test_a_graph_builder_of_cuda_core_captures_steps() -> None:
 
 
 def counted(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Count calls that copy, fill, allocate, free or wait: in the driver's Python face and in streams and events."""
+    """Count calls that copy, fill, allocate, free or wait: of the driver, compiled ones too, of streams and events."""
     from cuda.bindings import driver
 
     calls: Counter[str] = Counter()
@@ -95,6 +96,13 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     for name in dir(driver):
         if (name.startswith(starts) or name in waits) and callable(getattr(driver, name)):
             wrap(driver, name)
+    made = DriverCalls.__call__
+
+    def compiled(self: DriverCalls) -> None:
+        calls.update(name for name in self._names if name not in ("cuLaunchKernel", "cuStreamIsCapturing"))
+        made(self)
+
+    monkeypatch.setattr(DriverCalls, "__call__", compiled)
     for owner in (CudaStream, Event):
         wrap(owner, "synchronize")
     for name in ("record", "wait"):

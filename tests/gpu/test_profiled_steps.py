@@ -19,7 +19,7 @@ STEPS = 40
 def work_on_the_gpu(torch: Any, stream: Any, work: Callable[[], None]) -> Counter[str]:
     """Return what ran on the GPU during `work`, by name."""
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities) as found:
+    with torch.profiler.profile(activities=activities, acc_events=True) as found:
         work()
         stream.synchronize()
     on_gpu = torch.autograd.DeviceType.CUDA

@@ -110,7 +110,7 @@ class Case:
         self.lent += [] if long is None else [uploaded(device, a) for a in (*step, *carried)]
         self.lent += [] if self.sinks is None else [uploaded(device, self.sinks)]
         self.bound = bind_attention(
-            self.pool.tensor, self.lent[0], self.out.tensor, storage, buffers, memory,
+            self.pool.tensor, self.lent[0], self.out.tensor, storage, buffers, buffers.cu_seqlens_q, memory,
             step_kv=None if long is None else StepKV(*self.lent[1:5]),
             factors=None if self.factors is None else uploaded(device, self.factors.reshape(-1)),
             sinks=None if self.sinks is None else self.lent[-1],
@@ -270,7 +270,8 @@ def test_what_is_written_must_not_overlap(device: Device) -> None:
 
     def bound(q: Tensor, out: Tensor) -> object:
         memory = AttentionMemory(device, [8])
-        return bind_attention(pool, q, out, storage, tables, memory, step_kv=None, factors=None, sinks=None)
+        starts = tables.cu_seqlens_q
+        return bind_attention(pool, q, out, storage, tables, starts, memory, step_kv=None, factors=None, sinks=None)
 
     with pytest.raises(InputError, match="out: overlaps q"):
         bound(many[:3, :4], many[2:5, :4])
