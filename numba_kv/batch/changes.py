@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from numba_kv.batch.arguments import integer, prompt_length
 from numba_kv.batch.prompt import Prompt
-from numba_kv.batch.sequence import Sequence, rows_of, start_sequences
+from numba_kv.batch.sequence import Sequence, end_sequences, rows_of, start_sequences
 from numba_kv.batch.sequence_moves import SequenceMoves
 from numba_kv.errors import InputError
 
@@ -118,9 +118,7 @@ class RowChanges(SequenceMoves):
         rows = self.stepper.update(change.leaving, change.prompts)
         if reuse is not None:
             reuse.admission.fill(rows, change.leases)
-        for sequence, row in zip(change.retired, change.leaving, strict=True):
-            sequence.end()
-            del active[row]
+        end_sequences(active, change.retired, change.leaving)
         made = start_sequences(self, active, rows, change.prompts, first)  # type: ignore[arg-type]
         if reuse is not None:
             reuse.contexts.end(change.retired)

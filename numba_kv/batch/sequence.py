@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from numba_kv.batch.batch import Batch
     from numba_kv.weights.lora_slots import LoRAAdapter
 
-__all__ = ["Sequence", "rows_of", "start_sequences"]
+__all__ = ["Sequence", "end_sequences", "rows_of", "start_sequences"]
 
 
 class Sequence(Unique):
@@ -93,6 +93,13 @@ def start_sequences(
         made.append(sequence)
         first += 1
     return made
+
+
+def end_sequences(active: dict[int, Sequence], sequences: list[Sequence], rows: list[int]) -> None:
+    """Take sequences out of `active`, where they are by these rows."""
+    for sequence, row in zip(sequences, rows, strict=True):
+        sequence._row = ~row  # as `Sequence.end`, without its call
+        del active[row]
 
 
 def rows_of(sequences: list[Any], active: dict[int, Sequence]) -> list[int] | None:
