@@ -52,8 +52,9 @@ def measure_loading(
 ) -> dict[str, object]:
     """Time loading a file from the page cache onto the device, beside a plain page-locked copy of the same bytes.
 
-    The first load is that of a process which has loaded nothing yet, with the device memory; `external_weights_nbytes`
-    announces it, so that staging and threads are there. Without that the load makes them: `first_unannounced_ratio`.
+    The first load is that of a process which has loaded nothing yet; `external_weights_nbytes` announces it, so that device
+    memory, staging and threads are there. Without that the load makes them: `first_unannounced_ratio`. Later loads make their
+    device memory, and nothing else.
 
     Parameters
     ----------

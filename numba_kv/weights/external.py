@@ -63,7 +63,12 @@ class ExternalWeightManager:
     staging_nbytes : int
         Page-locked host bytes of a load at most, without `uploader`.
     planned_nbytes : int, optional
-        What the arena may take at most, as planned. None: what the device has.
+        What the arena may take at most, as planned: it is taken now. None: what a load needs, then.
+
+    Raises
+    ------
+    CapacityError
+        If the device does not have the planned memory.
     """
 
     def __init__(
@@ -79,8 +84,11 @@ class ExternalWeightManager:
         self._take = take
         self._uploader = uploader
         self._staging_nbytes = staging_nbytes
-        self._planned_nbytes = planned_nbytes
+        self._planned_nbytes: int | None = None
         self._memory: Memory | None = None
+        if planned_nbytes is not None:
+            self._planned_nbytes = round_up(planned_nbytes, _ALIGNMENT)
+            self._memory = take("external_weights", self._planned_nbytes)
         self._bindings: tuple[WeightBinding, ...] = ()
         self._tensors: dict[str, Tensor] = {}
         self._state = "constructed"
@@ -153,7 +161,8 @@ class ExternalWeightManager:
         CapacityError
             If the weights are larger than planned, or the device does not have the memory.
 
-        Stream: enqueues on the device's stream and waits. Cost: one allocation, one copy a staging block.
+        Stream: enqueues on the device's stream and waits. Cost: one allocation unless the arena is there, one copy a staging
+        block.
         """
         self._want("constructed")
         if is_capturing(self._device.stream):
@@ -171,6 +180,8 @@ class ExternalWeightManager:
             ]
 
             def take() -> Memory:
+                if self._memory is not None:
+                    return self._memory
                 memory = self._take("external_weights", max(nbytes, _ALIGNMENT))
                 undo.callback(self._give_back, memory)
                 return memory
@@ -234,7 +245,7 @@ class ExternalWeightManager:
             self._give_back(memory)
 
     def _check_planned(self, nbytes: int) -> None:
-        planned = None if self._planned_nbytes is None else round_up(self._planned_nbytes, _ALIGNMENT)
+        planned = self._planned_nbytes
         if planned is not None and nbytes > planned:
             raise CapacityError(
                 f"external weights: {nbytes} bytes are to be loaded, {planned} are planned; "

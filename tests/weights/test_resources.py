@@ -91,9 +91,12 @@ def test_the_plan_keeps_room_for_external_weights(tmp_path: Path) -> None:
     assert plan.parts["external_weights"] == plan.region("external_weights").nbytes == nbytes
     assert plan.nbytes == kv.plan_memory(without).nbytes + nbytes
     with kv.SharedResources.create_for_llm(engine) as resources:
-        assert resources.device.memory.current_bytes == plan.nbytes - nbytes  # weights come later
+        memory = resources.device.memory
+        assert memory.current_bytes == plan.nbytes  # the arena is there before the weights
+        allocations = memory.allocations
         resources.external_weight_manager.load(path)
-        assert resources.device.memory.current_bytes == plan.nbytes
+        assert (memory.current_bytes, memory.allocations) == (plan.nbytes, allocations)
+    assert memory.current_bytes == 0
 
 
 def test_more_external_weights_than_planned_are_refused(tmp_path: Path) -> None:
