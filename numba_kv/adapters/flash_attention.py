@@ -34,6 +34,8 @@ def is_installed(version: str) -> bool:
 class FlashAttention:
     """Arguments of one version of FlashAttention for the steps of a batch. Borrows pools, tables and scales.
 
+    Pools are given as [N, P, H, D]; those of layout HND by their strides, without a copy.
+
     Parameters
     ----------
     batch : Batch

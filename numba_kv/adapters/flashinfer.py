@@ -37,7 +37,7 @@ class FlashInfer:
     batch : Batch
         Whose steps are attended.
     kv_layout : {"NHD", "HND"}
-        What the wrappers were made for. Pools are NHD; for HND the wrappers get them with two axes exchanged, without a copy.
+        What the wrappers were made for. Pools of the other layout are given with two axes exchanged, without a copy.
     io : KVIO, optional
         Holds the scales of float8 pools; needed for those.
     arrays : callable, optional
@@ -114,8 +114,8 @@ class FlashInfer:
             return self._reader.pools(layer)
         self._reader.storage(layer)  # raises if it cannot be read
         if layer not in self._turned:
-            caches, arrays = self._reader.caches, self._reader.arrays
-            self._turned[layer] = arrays(_exchanged(caches.k(layer))), arrays(_exchanged(caches.v(layer)))
+            pool, arrays = self._reader.caches.by_token(layer), self._reader.arrays
+            self._turned[layer] = arrays(_exchanged(pool[0])), arrays(_exchanged(pool[1]))
         return self._turned[layer]
 
     def scales(self, layer: int) -> dict[str, float]:

@@ -46,7 +46,7 @@ class Consumer:
     has_chunks: bool = False
 
     def check(self, layer: int, pool: Tensor, storage: LayerStorage) -> None:
-        """Raise ConfigError, with the way out, if the kernels cannot read a layer's pool [2, N, P, H, D]."""
+        """Raise ConfigError, with the way out, if the kernels cannot read a layer's pool, of either layout."""
         page, dim = storage.page_tokens, storage.head_dim
         if page % self.page_multiple:
             raise ConfigError(
@@ -127,10 +127,14 @@ class PagedReader:
         return found
 
     def pools(self, layer: int) -> tuple[Any, Any]:
-        """Return K and V of a layer, [N, P, H, D] each, as the library's arrays; made once."""
+        """Return K and V of a layer, [N, P, H, D] each, as the library's arrays; made once.
+
+        Pages of layout HND are shown by their strides, without a copy: the last is 1, and kernels are told the others.
+        """
         self.storage(layer)
         if layer not in self._pools:
-            self._pools[layer] = self.arrays(self.caches.k(layer)), self.arrays(self.caches.v(layer))
+            pool = self.caches.by_token(layer)
+            self._pools[layer] = self.arrays(pool[0]), self.arrays(pool[1])
         return self._pools[layer]
 
     def made(self, tensor: Tensor) -> Any:

@@ -9,8 +9,9 @@ import ctypes
 from typing import TYPE_CHECKING, Any
 
 from numba_kv.device import Memory, MemoryStats, Tensor
+from numba_kv.device.interop import check_resolved
 from numba_kv.dtypes import dtype
-from numba_kv.errors import ConfigError, InteropError
+from numba_kv.errors import ConfigError, InputError, InteropError
 
 if TYPE_CHECKING:
     from numba_kv.device import Device
@@ -33,10 +34,11 @@ def as_kv_tensor(device: Device, array: Any, name: str) -> Tensor:
     Raises
     ------
     InteropError
-        If it lies elsewhere, or its element type is not known here.
+        If it lies elsewhere, its element type is not known here, or its negative or conjugate bit is set.
 
     Stream: orders nothing.
     """
+    check_resolved(array, name)
     place = array.device
     wanted = ("cuda", device.ordinal) if device.target == "cuda" else ("cpu", 0)
     if (place.type, place.index or 0) != wanted:
@@ -66,11 +68,15 @@ def to_torch(tensor: Tensor) -> Any:
 
     Raises
     ------
+    InputError
+        If it is no Tensor.
     StateError
         If the tensor's memory has been given back.
 
     Stream: on `cuda` torch's current stream is made to wait for the work enqueued so far on the tensor's device.
     """
+    if not isinstance(tensor, Tensor):
+        raise InputError(f"tensor: {type(tensor).__name__} given, a Tensor of numba_kv wanted")
     import torch
 
     if not tensor.dtype.name.startswith("float8"):

@@ -17,12 +17,15 @@ from numba_kv.adapters.transformers_cache import ModelCache
 from numba_kv.adapters.transformers_device import open_resources
 from numba_kv.adapters.transformers_forward import ForwardSteps
 from numba_kv.adapters.transformers_hooks import decoder_of
+from numba_kv.adapters.transformers_inputs import row_numbers
 from numba_kv.adapters.transformers_kv import DenseKV
 from numba_kv.adapters.transformers_model import read_model
 from numba_kv.adapters.transformers_op import number_of
 from numba_kv.adapters.transformers_paged import PagedKV
 from numba_kv.adapters.transformers_rows import ModelRows
+from numba_kv.batch.arguments import integer
 from numba_kv.errors import InputError, RewindTooFar, StateError
+from numba_kv.geometry import check_count
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -166,12 +169,17 @@ class PagedCache(ModelCache):
         Raises
         ------
         InputError
-            If it is positive, or there are not as many tokens.
+            If it is positive or no integer, or there are not as many tokens.
         RewindTooFar
             If a layer with a window no longer holds what is then seen: never up to `max_rewind_tokens`. Nothing was changed.
         """
         self._check_open()
-        self._forward.crop(int(tokens_to_remove))
+        number = integer(tokens_to_remove)
+        if number is None:
+            raise InputError(
+                f"tokens_to_remove: {tokens_to_remove!r} is no integer; 0, or minus the number of tokens to remove, is wanted"
+            )
+        self._forward.crop(number)
 
     def activate_past_recording(self) -> None:
         """Agree that tokens will be taken back; nothing changes.
@@ -188,21 +196,35 @@ class PagedCache(ModelCache):
             )
 
     def reorder_cache(self, beam_idx: Any) -> None:
-        """Make row i what row ``beam_idx[i]`` was. Full pages are shared, not copied. Stream: waits for `beam_idx`."""
+        """Make row i what row ``beam_idx[i]`` was, as `ModelRows.select`. Nothing happens to a cache without rows.
+
+        Raises
+        ------
+        InputError
+            If `beam_idx` does not hold numbers of rows along one axis.
+        CapacityError
+            If there are not as many rows, or the pool has too few pages; nothing was changed.
+
+        Stream: waits for `beam_idx`.
+        """
         self._check_open()
-        self._forward.select(_numbers(beam_idx))
+        self._forward.select(row_numbers("beam_idx", beam_idx))
 
     def batch_select_indices(self, indices: Any) -> None:
-        """Keep the rows that `indices` (numbers, or a mask) names, in that order."""
+        """Keep the rows that `indices` (numbers, or a mask of all rows) names, in that order. Raises as `reorder_cache`."""
         self._check_open()
-        if getattr(indices, "dtype", None) is torch.bool:
+        rows = len(self._forward.rows)
+        if getattr(indices, "dtype", None) is torch.bool and indices.shape == (rows or len(indices),):
             indices = indices.nonzero().flatten()
-        self._forward.select(_numbers(indices))
+        self._forward.select(row_numbers("indices", indices))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Make every row `repeats` rows that follow each other."""
+        """Make every row `repeats` rows that follow each other. Raises as `reorder_cache`."""
         self._check_open()
-        self._forward.select([row for row in range(len(self._forward.rows)) for _ in range(repeats)])
+        check_count("repeats", repeats)
+        rows = self._forward.rows
+        rows.check_number(repeats * len(rows))
+        self._forward.select([row for row in range(len(rows)) for _ in range(repeats)])
 
     def reset(self) -> None:
         """Forget all tokens and rows. Memory and addresses stay."""
@@ -219,8 +241,3 @@ class PagedCache(ModelCache):
 
     def _state(self) -> str:
         return f"{len(self._forward.rows)} rows of {self.get_seq_length()} tokens"
-
-
-def _numbers(values: Any) -> list[int]:
-    found: list[int] = values.tolist() if hasattr(values, "tolist") else [int(value) for value in values]
-    return found

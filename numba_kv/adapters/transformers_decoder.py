@@ -13,6 +13,7 @@ import torch
 
 from numba_kv.adapters.transformers import PagedCache
 from numba_kv.adapters.transformers_device import follow_stream
+from numba_kv.adapters.transformers_inputs import check_ids, check_mask
 from numba_kv.errors import CapacityError, InputError, ShapeError, StateError
 from numba_kv.geometry import check_count
 
@@ -104,21 +105,23 @@ class GreedyDecoder:
 
         Raises
         ------
-        InputError, StateError
-            As `PagedCache.update`; or if there is no new token.
+        InputError, ShapeError, StateError
+            As `PagedCache.update`; or if ids or mask are of another kind or shape, no token is new, or a row has only pads.
         CapacityError
             If a row would have more than `max_tokens`, and nothing was changed; or if the pages do not suffice.
 
         Stream: enqueues, and waits for the mask; the first call captures a graph.
         """
+        self._cache._check_open()
         check_count("max_new_tokens", max_new_tokens)
+        check_ids("input_ids", input_ids)
         before = self._cache.get_seq_length()
         if before >= input_ids.shape[1]:
             raise InputError(f"input_ids: {input_ids.shape[1]} tokens given, the cache holds {before}; give those and new ones")
         options = {}
         if attention_mask is None and self._cache._forward.rows.offsets.any():
             raise InputError("attention_mask: None given, but rows of the cache have pads on their left; give that of all ids")
-        longest = input_ids.shape[1] if attention_mask is None else int(attention_mask.ne(0).sum(-1).max())
+        longest = input_ids.shape[1] if attention_mask is None else check_mask(attention_mask, input_ids)
         self._check_room(longest + max_new_tokens - 1)
         if attention_mask is not None:
             positions = (attention_mask.long().cumsum(-1) - 1).clamp(0)
@@ -164,6 +167,7 @@ class GreedyDecoder:
         rows = len(forward.rows)
         if not rows:
             raise StateError("decode: the cache has no rows; run the prompt first")
+        check_ids("tokens", tokens)
         if tuple(tokens.shape) != (rows, 1):
             raise ShapeError(f"tokens: shape {list(tokens.shape)} given, {[rows, 1]} wanted: a token for each row of the cache")
         has_graphs = cache.resources.device.target == "cuda"

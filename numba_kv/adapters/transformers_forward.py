@@ -180,7 +180,8 @@ class ForwardSteps:
         self._step = None
 
     def select(self, parents: list[int]) -> None:
-        """Make row i what row ``parents[i]`` was; nothing while the cache is empty."""
+        """Make row i what row ``parents[i]`` was; nothing while the cache is empty. Raises as `ModelRows.select`."""
+        self.rows.check_parents(parents)
         self._check_complete(0)
         if len(self.rows):
             self.rows.select(parents)

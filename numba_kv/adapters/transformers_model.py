@@ -78,6 +78,8 @@ def read_model(
     check_count("max_batch", max_batch)
     check_count("max_tokens", max_tokens)
     check_count("max_rewind_tokens", max_rewind_tokens, 0)
+    if max_batch_tokens is not None:
+        check_count("max_batch_tokens", max_batch_tokens)
     kind = str(model.dtype).removeprefix("torch.")
     if kind not in KV_CACHE_DTYPES:
         raise ConfigError(f"model: its dtype is {kind}; a cache can be {', '.join(KV_CACHE_DTYPES)}")
@@ -90,7 +92,7 @@ def read_model(
         page_tokens=page_tokens,
         kv_cache_dtype=kind,
         max_step_tokens=min(max(1, max_rewind_tokens), max_tokens),
-        max_batch_tokens=max_batch_tokens or max_batch * max_tokens,
+        max_batch_tokens=max_batch * max_tokens if max_batch_tokens is None else max_batch_tokens,
         num_kv_pages=num_kv_pages,
     )
     if config.recurrent_layer is not None or len(config.layers) != len(types):

@@ -15,6 +15,7 @@ from numba_kv.adapters.transformers_attention import AttentionChoice
 from numba_kv.adapters.transformers_cache import ModelCache
 from numba_kv.adapters.transformers_device import follow_stream, open_resources
 from numba_kv.adapters.transformers_hooks import decoder_of
+from numba_kv.adapters.transformers_inputs import step_ids
 from numba_kv.adapters.transformers_model import read_model
 from numba_kv.adapters.transformers_packed_steps import PackedSteps
 from numba_kv.adapters.transformers_paged import PagedKV
@@ -125,9 +126,10 @@ class PackedCache(ModelCache):
         Raises
         ------
         InputError
-            If `view` is not a step of this batch, or the tokens are not as many.
+            If `view` is not a step of this batch, or the tokens are not integers, for just the sequences of the step, and as
+            many as each appended.
         StateError
-            If the step has had its forward, or after `close`.
+            If the step has had its forward, rows of the batch have changed since, or after `close`.
 
         Stream: enqueues on torch's current one.
         """
@@ -137,13 +139,16 @@ class PackedCache(ModelCache):
         self._forward.check(view)
         place = self._positions.device
         if not isinstance(tokens, Mapping):
-            kind = type(tokens).__name__
-            raise InputError(f"tokens: {kind} given, a mapping of each sequence of the step to its tokens is wanted")
-        order = sorted(tokens, key=lambda sequence: sequence.row)
-        parts = [torch.as_tensor(tokens[sequence], dtype=torch.int64, device=place).flatten() for sequence in order]
-        count = sum(len(part) for part in parts)
-        if count != view.num_tokens:
-            raise InputError(f"tokens: {count} given, the step has {view.num_tokens}")
+            raise InputError(f"tokens: {type(tokens).__name__} given, a mapping of sequences to their tokens wanted")
+        counts = self._counts(view)
+        for given in tokens:
+            if given not in counts:
+                raise InputError(f"tokens: {given!r} is none of the {len(counts)} sequences of this batch that are in the step")
+        for sequence, count in counts.items():
+            if sequence not in tokens:
+                raise InputError(f"tokens: none given, the step has {count} for {sequence!r}")
+        parts = [step_ids(sequence, tokens[sequence], count, place) for sequence, count in counts.items()]
+        count = view.num_tokens
         if place.type == "cuda":
             follow_stream(self.resources, place)
         positions = self._positions[:count].long()
@@ -180,6 +185,20 @@ class PackedCache(ModelCache):
         self._attend_as_before()
         self._forward.forget()
         self.batch.clear()
+
+    def _counts(self, view: StepView) -> dict[Sequence, int]:
+        """Return the sequences of the current step in the order of their rows, and how many tokens each appended.
+
+        Raises
+        ------
+        StateError
+            If the batch has changed since `view`.
+        """
+        counts = self.batch.stepper.step_counts
+        found = {sequence: int(counts[sequence.row]) for sequence in self.batch.sequences if counts[sequence.row] > 0}
+        if sum(found.values()) != view.num_tokens:
+            raise StateError("view: the batch has made another step since, or rows of this one have gone or moved")
+        return found
 
     def _state(self) -> str:
         return f"{len(self.batch.sequences)} sequences"

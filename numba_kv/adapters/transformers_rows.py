@@ -70,6 +70,7 @@ class ModelRows:
     def __init__(self, batch: Batch) -> None:
         self.batch = batch
         self._capacity = batch.plan.config.max_kv_cache_capacity
+        self._most = batch.plan.config.max_batch_size
         self._sequences: list[Sequence] = []
         self.length = 0
         self.lengths = np.zeros(0, np.int64)
@@ -177,6 +178,21 @@ class ModelRows:
         self.offsets = np.minimum(self.offsets, target)
         self.length = target
 
+    def check_parents(self, parents: list[int]) -> None:
+        """Refuse rows that are not there (while there are none, those that never can be), or more than there can be."""
+        rows = f"{len(self)} rows of the cache" if len(self) else f"{self._most} rows that the cache was made for"
+        there = len(self) or self._most
+        wrong = next((parent for parent in parents if not 0 <= parent < there), None)
+        if wrong is not None:
+            raise InputError(f"rows: {wrong} is not one of the {rows}")
+        self.check_number(len(parents))
+
+    def check_number(self, rows: int) -> None:
+        """Refuse more rows than the cache was made for."""
+        if rows > self._most:
+            message = f"rows: {rows} wanted, the cache was made for max_batch {self._most}"
+            raise CapacityError(message, needed=rows, free=self._most)
+
     def select(self, parents: list[int]) -> None:
         """Make row i what row ``parents[i]`` was; rows may be named several times, or not at all.
 
@@ -189,14 +205,10 @@ class ModelRows:
         CapacityError
             If there are not as many rows, or the pool has too few pages; nothing was changed.
         """
-        old, most = self._sequences, self.batch.plan.config.max_batch_size
-        wrong = [parent for parent in parents if not 0 <= parent < len(old)]
-        if wrong or not parents:
-            named = f"{wrong[0]} is not one" if wrong else "none is named"
-            raise InputError(f"rows: {named} of the {len(old)} rows of the cache")
-        if len(parents) > most:
-            message = f"rows: {len(parents)} wanted, the cache was made for max_batch {most}"
-            raise CapacityError(message, needed=len(parents), free=most)
+        old = self._sequences
+        self.check_parents(parents)
+        if not parents:
+            raise InputError(f"rows: none is named of the {len(old)} rows of the cache")
         more = self.batch.update(admit=[1] * max(0, len(parents) - len(old)))
         rows = [*old, *more][: len(parents)]
         try:
@@ -227,12 +239,11 @@ class ModelRows:
         return dropped
 
     def _check_room(self, lengths: NDArray[np.int64], counts: NDArray[np.int64]) -> None:
-        most = self.batch.plan.config.max_batch_size
-        if len(lengths) > most:
+        if len(lengths) > self._most:
             raise CapacityError(
-                f"key_states: {len(lengths)} rows given, the cache was made for max_batch {most}",
+                f"key_states: {len(lengths)} rows given, the cache was made for max_batch {self._most}",
                 needed=len(lengths),
-                free=most,
+                free=self._most,
             )
         longest = int((lengths + counts).max())
         if longest > self._capacity:

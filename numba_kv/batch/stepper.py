@@ -41,6 +41,11 @@ class Stepper(Composer):
 
     taken_back: Callable[[NDArray[np.int64]], None] | None = None
 
+    @property
+    def step_counts(self) -> NDArray[np.int64]:
+        """Tokens of each row in the last step: int64 [B], to be read. 0 for rows that came or went since; -1 if rows moved."""
+        return self._layout
+
     # -- steps ---------------------------------------------------------------------------------------------------
 
     def repeats(self, tokens: object) -> bool:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import os
+import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -10,7 +12,7 @@ from numba_kv.device.device import Device
 from numba_kv.device.graph import Graph, HostGraph
 from numba_kv.device.memory import Memory, host_memory
 from numba_kv.device.stream import HostStream, Stream
-from numba_kv.errors import InputError
+from numba_kv.errors import CapacityError, InputError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -28,9 +30,21 @@ class HostDevice(Device):
         super().__init__()
         self.target = target
         self.stream = HostStream()
+        self._physical_nbytes = _physical_nbytes()
 
     def allocate(self, nbytes: int) -> Memory:
-        """Return zeroed host memory; large blocks are committed as they are touched."""
+        """Return zeroed host memory; large blocks are committed as they are touched.
+
+        So a system gives more than it has, and ends the process that uses it: together with what is held, blocks are at most
+        the machine's memory.
+        """
+        free = self._physical_nbytes - self.memory.current_bytes
+        if nbytes > free:
+            raise CapacityError(
+                f"host memory: {nbytes} bytes are wanted, {free} of the machine's {self._physical_nbytes} are not held here",
+                needed=nbytes,
+                free=free,
+            )
         return host_memory(nbytes, self.memory)
 
     def allocate_staging(self, nbytes: int) -> Memory:
@@ -73,3 +87,12 @@ class HostDevice(Device):
         """Return at once: nothing is ever pending."""
         if stream is not None and not isinstance(stream, int):
             raise InputError(f"stream: {stream!r} cannot be used on the {self.target!r} target; pass None")
+
+
+def _physical_nbytes() -> int:
+    """Return the machine's memory; where the system does not tell, more than any has."""
+    try:
+        nbytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, OSError, ValueError):  # no such call, or it does not know the name
+        return sys.maxsize
+    return nbytes if nbytes > 0 else sys.maxsize

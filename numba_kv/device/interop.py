@@ -16,7 +16,7 @@ from numba_kv.errors import ConfigError, InteropError
 if TYPE_CHECKING:
     from numba_kv.device.device import Device
 
-__all__ = ["as_tensor"]
+__all__ = ["as_tensor", "check_resolved"]
 
 #: Libraries whose DLPack takes -1 for "order nothing"; JAX takes it for the address of a stream.
 _SKIPPING = ("torch", "cupy")
@@ -41,8 +41,8 @@ def as_tensor(device: Device, value: Any, name: str, *, ordered: bool = False) -
     Raises
     ------
     InteropError
-        If it is not such an array, lies elsewhere than on the device, or is of an element type or byte order that the library
-        does not know.
+        If it is not such an array, lies elsewhere than on the device, is of an element type or byte order that the library
+        does not know, or its memory does not hold its elements (see `check_resolved`).
 
     Stream: orders nothing unless `ordered`: the array must be written on the resources' stream, or that be made to wait.
     """
@@ -51,6 +51,7 @@ def as_tensor(device: Device, value: Any, name: str, *, ordered: bool = False) -
             where = "" if repr(value.device) == repr(device) else f", on {value.device!r} and not on {device!r}"
             raise InteropError(f"{name}: the tensor belongs to another SharedResources{where}")
         return value
+    check_resolved(value, name)
     import numpy as np
 
     if device.target != "cuda":
@@ -78,6 +79,20 @@ def as_tensor(device: Device, value: Any, name: str, *, ordered: bool = False) -
     raise InteropError(
         f"{name}: {type(value).__name__} is not an array in device memory (__cuda_array_interface__ or __dlpack__)"
     )
+
+
+def check_resolved(value: Any, name: str) -> None:
+    """Refuse an array of torch whose memory holds its elements with another sign: neither protocol has a word for that.
+
+    Raises
+    ------
+    InteropError
+        If its negative or conjugate bit is set.
+    """
+    for bit, asked, way_out in (("negative", "is_neg", "resolve_neg"), ("conjugate", "is_conj", "resolve_conj")):
+        is_set = getattr(value, asked, None)
+        if is_set is not None and is_set():
+            raise InteropError(f"{name}: the {bit} bit of the array is set, so that its memory holds others; give {way_out}()")
 
 
 def _from_dlpack(device: Device, value: Any, name: str, stream: int | None) -> Tensor:

@@ -31,6 +31,8 @@ RAGGED: dict[str, Callable[..., np.ndarray]] = {
     "vllm_fa3": vllm_varlen,
 }
 EVEN = {"fa2": fa2_with_kvcache, "fa3": fa3_with_kvcache}
+#: What K and V are called.
+POOLS = (("k_cache", "k", "key"), ("v_cache", "v", "value"))
 #: W around P, and chunks of whole pages.
 SHAPES = [("fa3", 4, w) for w in (3, 4, 5)] + [
     ("fa2", 256, 256),
@@ -164,6 +166,29 @@ def test_torch_s_arrays_are_the_default_and_stay_right(target: str) -> None:
             assert found["page_table"].cpu().tolist() == view.block_tables[1].to_host()[: view.num_rows].tolist()
             assert found["cache_seqlens"].cpu().tolist() == view.seq_lens.to_host()[: view.num_rows].tolist()
             assert found["v_descale"].cpu().tolist() == [[0.5, 0.5]] * view.num_rows
+
+
+@pytest.mark.parametrize("version", list(RAGGED))
+def test_pages_of_the_other_layout_are_given_by_token(version: str) -> None:
+    """Every version takes any strides, if the last is 1 and the others are whole 16 bytes."""
+    page = 16 if version[-1] in "34" or version == "vllm_fa2" else 256
+    with written(model_of(page, None, 17, kv_layout=("HND", "NHD"))) as model:
+        flash = FlashAttention(model.batch, version, arrays=as_it_is)
+        a, b = model.batch.update(admit=[3, 3])
+        view = model.step({a: 3, b: 3})
+        step = flash.step(view)
+        for layer in (0, 1):
+            pool = model.caches.by_token(layer)
+            kinds = [step.ragged(layer)] + ([step.even(layer)] if version in EVEN else [])
+            for arguments in kinds:
+                k, v = (next(arguments[name] for name in names if name in arguments) for names in POOLS)
+                assert (k.address, v.address) == (pool[0].address, pool[1].address)
+                assert k.shape == v.shape == (model.caches.storage(layer).num_pages, page, 2, 8)
+                assert k.strides == v.strides
+                assert k.strides[-1] == 1
+                assert all(stride % 8 == 0 for stride in k.strides[:-1])
+                assert np.array_equal(v.to_host(), pool[1].to_host())
+            compare(model, layer, model.queries(layer, view), kinds[0], RAGGED[version])
 
 
 def test_a_captured_step_has_all_rows_and_bounds_for_all_its_steps() -> None:

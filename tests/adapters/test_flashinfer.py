@@ -97,17 +97,23 @@ def test_the_arguments_by_name() -> None:
         assert prefill["q_data_type"] == prefill["kv_data_type"] == "float16"
 
 
+@pytest.mark.parametrize("pages", ["NHD", "HND", ("HND", "NHD"), ("NHD", "HND")])
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
-def test_pools_are_shared_in_either_layout(layout: str) -> None:
-    with written(model_of(4, None)) as model:
+def test_pools_are_shared_in_either_layout(layout: str, pages: str | tuple[str, ...]) -> None:
+    with written(model_of(4, None, 6, kv_layout=pages)) as model:
         infer = FlashInfer(model.batch, kv_layout=layout, arrays=as_it_is)
         (a,) = model.batch.update(admit=[5])
-        k, v = infer.step(model.step({a: 5})).kv(0)
-        assert (k.address, v.address) == (model.caches.k(0).address, model.caches.v(0).address)
-        assert k.strides == v.strides
-        pool = model.caches.k(0).to_host()
-        assert np.array_equal(k.to_host(), pool.swapaxes(1, 2) if layout == "HND" else pool)
-        assert infer.kv(0)[0] is k
+        step = infer.step(model.step({a: 5}))
+        for layer in (0, 1):
+            k, v = step.kv(layer)
+            assert (k.address, v.address) == (model.caches.k(layer).address, model.caches.v(layer).address)
+            assert k.strides == v.strides
+            pool = model.caches.by_token(layer)[0].to_host()
+            assert np.array_equal(k.to_host(), pool.swapaxes(1, 2) if layout == "HND" else pool)
+            as_they_lie = model.caches.k(layer)
+            if layout == model.caches.storage(layer).kv_layout:
+                assert (k.shape, k.strides) == (as_they_lie.shape, as_they_lie.strides)
+            assert infer.kv(layer)[0] is k
 
 
 def test_torch_s_arrays_are_the_default() -> None:

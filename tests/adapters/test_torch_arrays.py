@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from numba_kv.adapters.torch_arrays import as_kv_tensor
+from numba_kv.adapters.torch_arrays import as_kv_tensor, to_torch
 from numba_kv.device import create_device
-from numba_kv.errors import InteropError
+from numba_kv.device.interop import as_tensor
+from numba_kv.errors import InputError, InteropError
 
 torch: Any = pytest.importorskip("torch", reason="torch is not installed (pip install 'numba-kv[interop]')")
 
@@ -58,6 +59,26 @@ def test_the_tensor_keeps_the_array(device: Any, target: str) -> None:
     del tensor
     gc.collect()
     assert told() is None
+
+
+def test_memory_that_does_not_hold_its_elements(device: Any, target: str) -> None:
+    """Lazy negation and conjugation are bits of the array, which no protocol of exchange tells."""
+    values = torch.tensor([1 + 2j, 3 - 4j], device=place(target))
+    for take in (as_kv_tensor, as_tensor):
+        with pytest.raises(InteropError, match=r"k: the negative bit of the array is set.* give resolve_neg\(\)"):
+            take(device, values.conj().imag, "k")
+        with pytest.raises(InteropError, match=r"k: the conjugate bit of the array is set.* give resolve_conj\(\)"):
+            take(device, values.conj(), "k")
+        resolved = values.conj().imag.resolve_neg()
+        if target == "cuda":
+            torch.cuda.synchronize()
+        assert take(device, resolved, "k").to_host().tolist() == [-2.0, 4.0]
+
+
+@pytest.mark.parametrize("value", [None, 5, torch.zeros(2)])
+def test_what_is_no_tensor_of_ours(value: Any) -> None:
+    with pytest.raises(InputError, match=f"tensor: {type(value).__name__} given, a Tensor of numba_kv wanted"):
+        to_torch(value)
 
 
 def test_what_is_refused(device: Any, target: str) -> None:

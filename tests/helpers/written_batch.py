@@ -114,7 +114,7 @@ class WrittenBatch:
     def poisoned(self, layer: int, half: int, row: int) -> np.ndarray:
         """Return K or V of a layer with NaN in every page that is not in the row's block table: others', free ones, trash."""
         storage = self.caches.storage(layer)
-        pool = self.caches.kv(layer)[half].to_host()
+        pool = self.caches.by_token(layer)[half].to_host()
         own = np.unique(self.caches.step_buffers.block_tables[storage.group].to_host()[row])
         changed = np.full_like(pool, np.nan)
         changed[own] = pool[own]
