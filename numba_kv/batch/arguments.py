@@ -13,7 +13,7 @@ from numba_kv.device.interop import as_tensor
 from numba_kv.errors import CapacityError, InputError, ShapeError
 from numba_kv.kernels import layout
 
-__all__ = ["at_least_one", "device_counts", "integer", "listed", "one_prompt", "positive", "prompt_length"]
+__all__ = ["at_least_one", "device_counts", "integer", "listed", "num_prompt_tokens", "one_prompt", "positive", "prompt_length"]
 
 
 def integer(value: Any) -> int | None:
@@ -103,12 +103,7 @@ def prompt_length(prompt: Any, capacity: int) -> int:
     """
     number = integer(prompt)
     if number is None:
-        if getattr(prompt, "ndim", 1) != 1 or isinstance(prompt, (str, bytes, Mapping, Set)):
-            raise InputError(f"admit: tokens of type {type(prompt).__name__} are not a one-dimensional sequence of token ids")
-        try:
-            number = len(prompt)
-        except TypeError:
-            raise InputError(f"admit: {prompt!r} is neither a sequence of token ids nor their number") from None
+        number = num_prompt_tokens(prompt)
         _check_ids(prompt)
     if number < 1:
         raise InputError(f"admit: a prompt of {number} tokens; at least 1 is wanted")
@@ -117,6 +112,22 @@ def prompt_length(prompt: Any, capacity: int) -> int:
             f"admit: a prompt of {number} tokens exceeds max_kv_cache_capacity {capacity}", needed=number, free=capacity
         )
     return number
+
+
+def num_prompt_tokens(prompt: Any) -> int:
+    """Return the length of a sequence, whose items are not looked at.
+
+    Raises
+    ------
+    InputError
+        If it is none, or not one-dimensional.
+    """
+    if getattr(prompt, "ndim", 1) != 1 or isinstance(prompt, (str, bytes, Mapping, Set)):
+        raise InputError(f"admit: tokens of type {type(prompt).__name__} are not a one-dimensional sequence of token ids")
+    try:
+        return len(prompt)
+    except TypeError:
+        raise InputError(f"admit: {prompt!r} is neither a sequence of token ids nor their number") from None
 
 
 def _check_ids(prompt: Any) -> None:

@@ -142,8 +142,8 @@ class Batch(ReusingSequences):
         admit : iterable of (sequence of int), Prompt or int
             Prompts, or their token counts. With `reuse`, prompts of tokens begin with what is kept of them; see `admit`.
         adapters : iterable of (str or None), optional
-            LoRA adapter of each admitted sequence: the bytes that the name has now, loaded as long as the sequence lives. From
-            the first one on, the batch decides about `LoRAManager.adapter_ids`, which follow the rows.
+            LoRA adapter of each admitted sequence: the bytes that the name has now, loaded as long as the sequence lives. While
+            a sequence has one, `LoRAManager.adapter_ids` follow the rows, and `LoRAManager.assign` and `switch` are refused.
 
         Returns
         -------

@@ -174,5 +174,5 @@ def _layout(plan: MemoryPlan) -> tuple[list[Any], dict[int, int]]:
     """Return what pages are, for comparison, and the bytes of one of each line."""
     sizes = {group.index: group.page_nbytes for group in plan.groups}
     sizes[SNAPSHOTS] = slot_nbytes(plan.config)
-    windows = [[group.window.kind, group.window.tokens] for group in plan.groups]
-    return [windows, list(sizes.values())], sizes
+    groups = [[group.window.kind, group.window.tokens, group.kv_layout] for group in plan.groups]
+    return [groups, list(sizes.values())], sizes

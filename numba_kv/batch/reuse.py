@@ -10,6 +10,7 @@ from collections.abc import Sequence as Items
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from numba_kv.batch.arguments import num_prompt_tokens
 from numba_kv.batch.kept_files import KeptFiles
 from numba_kv.batch.kept_host import open_host
 from numba_kv.batch.kept_states import KeptStates
@@ -95,6 +96,7 @@ class BatchReuse:
         if options.host_bytes:  # after all else that takes memory
             self.host = open_host(self.cache, options, stepper, pools, kept_states)
         self._has_digest = bool(options.weights)
+        self._lacks_scales = plan.config.kv_cache_dtype == "float8_e4m3" and bool(plan.config.layers) and not options.scales
         self._files = KeptFiles(self.cache, self._engine, stepper, pools, kept_states)
         self.ahead = LookAhead(self._page, options.future_tokens)
         self.contexts = SequenceContexts(ledger, self._page, options.future_tokens)
@@ -122,6 +124,11 @@ class BatchReuse:
             raise InputError(
                 f"{call}: a file outlives its process, and nothing but a digest tells the weights that computed it; make the "
                 "batch with ReuseOptions(weights=...), a digest of them"
+            )
+        if self._lacks_scales:
+            raise InputError(
+                f"{call}: what is stored as float8 means nothing without its scales, and nothing but a digest tells them; make "
+                "the batch with ReuseOptions(scales=...), a digest of them"
             )
         return self._files
 
@@ -162,8 +169,8 @@ class BatchReuse:
         Raises
         ------
         InputError, ShapeError
-            If they are no token ids in host memory, the media do not match them, the policy is none, or the prompt does not say
-            what its positions are turned by, where that is not always the same.
+            If they are no sequence of token ids in host memory, the media do not match them, the policy is none, or the prompt
+            does not say what its positions are turned by, where that is not always the same.
         """
         given = prompt if isinstance(prompt, Prompt) else Prompt(prompt)
         policy = self.policy if given.policy is None else given.policy
@@ -171,6 +178,7 @@ class BatchReuse:
             raise InputError(f"policy: {policy!r} is not a PublishPolicy")
         if given.most_reused is not None:
             check_count("most_reused", given.most_reused, 0)
+        num_prompt_tokens(given.tokens)  # says what is wanted, as without reuse
         content = self.ahead.content(given.tokens, given.media)
         row_identity(self._engine, salt=given.salt, rope=given.rope)  # raises if they are no bytes
         if self._has_variants and given.rope is None and (policy.reuse or policy.publish != "none"):

@@ -78,6 +78,8 @@ def _check(batches: Items[Batch], retired: list[tuple[Any, ...]]) -> None:
         raise InputError("batches: a sequence of at least one Batch is wanted, the base first")
     if len(set(map(id, batches))) < len(batches) or any(b.resources is not batches[0].resources for b in batches):
         raise InputError("batches: one of each model of one SharedResources is wanted")
+    if any(batch.plan is batch.resources.plans[0] for batch in batches[1:]):
+        raise InputError("batches: the base's is not the first; it decides about adapters, so begin with it, [base, draft]")
     if len({batch.reuse is None for batch in batches}) > 1:
         raise InputError("batches: some have reuse and some have not; then they cannot begin with equally many tokens")
     wrong = next((group for group in retired if len(group) != len(batches)), None)

@@ -16,6 +16,7 @@ from numba_kv.batch.reuse_events import ReuseEvents
 from numba_kv.batch.reuse_limits import check_reuse
 from numba_kv.batch.sequence import Sequence
 from numba_kv.context.options import ReuseOptions
+from numba_kv.context.prefix_file import file_to_write
 from numba_kv.errors import InputError
 
 if TYPE_CHECKING:
@@ -159,24 +160,25 @@ class ReusingSequences(RowChanges):
     def save_prefixes(self, path: str | os.PathLike[str]) -> int:
         """Write all that is kept, on the device and on the host, to a safetensors file; return its blocks.
 
-        The file takes the place of one of that name when all of it is written. It holds tokens, K and V of users, and the salts
-        of tenants; only its owner may read it.
+        The file takes the place of one of that name, or of the one that a link of that name points to, when all of it is
+        written. It holds tokens, K and V of users, and the salts of tenants; only its owner may read it.
 
         Raises
         ------
         InputError
-            If the batch has no `reuse` or no digest of the weights (`ReuseOptions`), or the file cannot be written.
+            If the batch has no `reuse`, or no digest of the weights or of a float8 pool's scales (`ReuseOptions`); if `path` is
+            none, is there and is no regular file, or cannot be written.
         CapacityError
             If the host has not enough memory.
 
         Stream: enqueues copies and waits.
         """
         reuse = self._reuse_of("save_prefixes")
-        files = reuse.files("save_prefixes")
+        files, target = reuse.files("save_prefixes"), file_to_write(path)
         self._publish_due()
         with self.guard:
             found = files.collect(reuse.host)
-        files.write(path, found)
+        files.write(target, found)
         return len(found.image.tokens)
 
     def load_prefixes(self, path: str | os.PathLike[str]) -> int:
@@ -189,8 +191,8 @@ class ReusingSequences(RowChanges):
         WeightError
             If the file is damaged, or is no such file.
         InputError
-            If another model computed it (configuration, weights, element type, page size, layout), or the batch has no
-            `reuse` or no digest of the weights.
+            If another model computed it (configuration, weights, scales, element type, page size, layout), or the batch has no
+            `reuse`, or no digest of the weights or of a float8 pool's scales.
         CapacityError
             If the host has not enough memory.
 

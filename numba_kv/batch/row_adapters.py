@@ -23,13 +23,13 @@ class _Holder(Protocol):
 class RowAdapters:
     """Holds the adapters of sequences and keeps `LoRAManager.adapter_ids` in step with their rows.
 
-    Borrows the manager; None: the model takes no adapters. Until a sequence is admitted with an adapter, rows are left to
-    whoever calls `LoRAManager.assign` and `switch`; from then on the batch decides about all of them.
+    Borrows the manager; None: the model takes no adapters. As long as a sequence has an adapter, the batch decides about all
+    rows, and `LoRAManager.assign` and `switch` are refused; before and after, rows are left to whoever calls those.
 
     Attributes
     ----------
     in_use : bool
-        Whether a sequence was ever admitted with an adapter.
+        Whether a sequence has an adapter, or had one until the next `follow`.
     """
 
     def __init__(self, manager: LoRAManager | None, rows: int) -> None:
@@ -95,7 +95,7 @@ class RowAdapters:
         Raises
         ------
         InvariantError
-            Naming the first row that does not, as after `LoRAManager.assign` beside the batch.
+            Naming the first row that does not.
         """
         if self.in_use and self._manager is not None and not self._manager.is_closed:
             for row, adapter in enumerate(self._manager.rows):
@@ -107,7 +107,8 @@ class RowAdapters:
         """Tell the device which row has which adapter. Stream: enqueues one copy if any changed."""
         if self.in_use and self._manager is not None and not self._manager.is_closed:
             rows = {row: sequence.adapter for row, sequence in sequences.items()}
-            self._manager.assign({row: rows.get(row) for row in range(self._rows)})
+            self._manager.assign_held({row: rows.get(row) for row in range(self._rows)})
+            self.in_use = self._manager.is_driven
 
     def _of(self, name: Any) -> LoRAAdapter:
         if not isinstance(name, str):

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from operator import index
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from numba_kv.cache.kv_cache import KVCacheManager, LayerStorage
 from numba_kv.cache.mamba_cache import MambaCacheManager
 from numba_kv.cache.step_buffers import StepBuffers
@@ -136,7 +138,7 @@ class HybridCacheManager:
 
     def _checked(self, layer: int) -> int:
         try:
-            number = -1 if isinstance(layer, bool) else index(layer)
+            number = -1 if isinstance(layer, (bool, np.ndarray)) else index(layer)  # an array is no key of bound launches
         except TypeError:
             number = -1
         if not 0 <= number < self.num_layers:

@@ -46,7 +46,7 @@ class PageCopies:
         """Copy ``pairs`` of (source, target) pages of a group in all its layers; see `KVIO.copy_pages`."""
         groups = self._pools.plan.groups
         try:
-            plan = groups[index(group)] if index(group) >= 0 else None
+            plan = None if isinstance(group, bool) or index(group) < 0 else groups[index(group)]
         except (TypeError, IndexError):
             plan = None
         if plan is None:

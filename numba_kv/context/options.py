@@ -27,7 +27,7 @@ class ReuseOptions:
     weights : bytes
         Digest of the weights; ``b""`` where what is kept never leaves the process.
     scales : bytes or None
-        Digest of KV scales that are fixed for the model (FP8).
+        Digest of KV scales that are fixed for the model (FP8); what is kept of float8 pools leaves the process with one alone.
     naming : BlockHash or None
         Names blocks, for events; None: they have no names.
     on_event : callable or None
@@ -59,5 +59,10 @@ class ReuseOptions:
                 raise InputError(f"{name}: {value!r} is not a {kind.__name__}")
         if not isinstance(self.host_bytes, int) or isinstance(self.host_bytes, bool) or self.host_bytes < 0:
             raise InputError(f"host_bytes: {self.host_bytes!r} is not a number of bytes, an integer from 0 on")
-        if self.future_tokens not in (0, 1) or isinstance(self.future_tokens, bool):
+        naming = self.naming
+        if naming is not None and not all(callable(getattr(naming, name, None)) for name in ("root", "blocks")):
+            raise InputError(f"naming: {naming!r} is not a BlockHash, which has the calls root and blocks")
+        if self.on_event is not None and not callable(self.on_event):
+            raise InputError(f"on_event: {self.on_event!r} cannot be called")
+        if type(self.future_tokens) is not int or self.future_tokens not in (0, 1):
             raise InputError(f"future_tokens: {self.future_tokens!r} is not 0 or 1")

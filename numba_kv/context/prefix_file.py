@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import stat
 import tempfile
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -23,12 +24,12 @@ from numba_kv.errors import InputError, NumbaKVError, WeightError
 from numba_kv.ledger.reuse.groups import SNAPSHOTS, ReuseGroups
 from numba_kv.ledger.reuse.identity import ContextIdentity
 from numba_kv.ledger.reuse.prefix_image import PrefixImage
-from numba_kv.weights.safetensors_file import SafetensorsFile
+from numba_kv.weights.safetensors_file import SafetensorsFile, path_text
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["PrefixFile", "read_prefixes", "write_prefixes"]
+__all__ = ["PrefixFile", "file_to_write", "read_prefixes", "write_prefixes"]
 
 _FORMAT = "numba_kv prefixes 1"
 #: Fields of an identity that belong to a sequence, not to the engine.
@@ -55,6 +56,25 @@ class PrefixFile:
     rows: dict[int, NDArray[np.uint8]]
 
 
+def file_to_write(path: str | os.PathLike[str]) -> Path:
+    """Return the file that a path names, or a link that it names points to; it need not be there.
+
+    Raises
+    ------
+    InputError
+        If it is no path, or something other than a regular file is there.
+    """
+    name = path_text(path)
+    try:
+        target = Path(os.path.realpath(name))
+        is_other = os.path.lexists(target) and not stat.S_ISREG(target.lstat().st_mode)
+    except (OSError, ValueError) as error:
+        raise InputError(f"path: {name!r} cannot be written ({error})") from error
+    if is_other:
+        raise InputError(f"path: {name!r} is there and is not a regular file; only such a file is replaced")
+    return target
+
+
 def write_prefixes(path: str | os.PathLike[str], found: PrefixFile, engine: ContextIdentity, layout: list[Any]) -> None:
     """Write a file, which takes the place of one of that name when all of it is on the disk.
 
@@ -63,10 +83,11 @@ def write_prefixes(path: str | os.PathLike[str], found: PrefixFile, engine: Cont
     Raises
     ------
     InputError
-        If it cannot be written; a file that was there is as it was.
+        As `file_to_write`, or if it cannot be written; a file that was there is as it was.
     """
     from safetensors.numpy import save_file
 
+    target = file_to_write(path)
     image = found.image
     media = [[row, [[*part[:3], part[3].hex()] for part in parts]] for row, parts in sorted(image.media.items())]
     tensors: dict[str, NDArray[Any]] = {
@@ -87,7 +108,6 @@ def write_prefixes(path: str | os.PathLike[str], found: PrefixFile, engine: Cont
         "identities": json.dumps([{name: _hex(getattr(one, name)) for name in _OWN} for one in image.identities]),
     }
     metadata["digest"] = _digest(metadata, tensors)
-    target = Path(path)
     try:
         descriptor, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
         try:
@@ -148,7 +168,7 @@ def _check_model(path: str, metadata: dict[str, str], engine: ContextIdentity, l
     if differ:
         raise InputError(
             f"{path}: computed by another model: {', '.join(differ)} differ; prefixes are of one configuration, one set of "
-            "weights, one element type and one page size"
+            "weights, one element type, one page size and one kv_layout"
         )
 
 

@@ -14,7 +14,7 @@ from typing import TypeVar
 from numba_kv.dtypes import DType, dtype
 from numba_kv.errors import ConfigError, InputError, WeightError
 
-__all__ = ["ROLES", "Shard", "WeightBinding", "WeightInput", "check_bindings"]
+__all__ = ["ROLES", "Shard", "WeightBinding", "WeightInput", "check_bindings", "check_progress", "list_of"]
 
 Item = TypeVar("Item")
 
@@ -177,6 +177,18 @@ def list_of(name: str, given: object, kind: type[Item]) -> list[Item]:
     return found
 
 
+def check_progress(progress: object) -> None:
+    """Check that what is told of progress can be called, if it is anything.
+
+    Raises
+    ------
+    InputError
+        Otherwise.
+    """
+    if progress is not None and not callable(progress):
+        raise InputError(f"progress: {progress!r} cannot be called; progress(done_nbytes, total_nbytes) or None is wanted")
+
+
 def check_bindings(bindings: Iterable[WeightBinding]) -> list[WeightBinding]:
     """Return the bindings once names, roles and aliases are sound.
 
@@ -224,7 +236,7 @@ def _check_name(name: object) -> None:
 
 def _shape(shape: Sequence[int], name: str) -> tuple[int, ...]:
     try:
-        found = tuple(index(extent) for extent in shape)
+        found = tuple(-1 if isinstance(extent, bool) else index(extent) for extent in shape)
     except TypeError:
         found = (-1,)
     if any(extent < 0 for extent in found):

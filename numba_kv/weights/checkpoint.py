@@ -65,6 +65,8 @@ class Checkpoint:
 
         Raises
         ------
+        InputError
+            If no path is given, or `check_total_size` is no bool.
         WeightError
             If a file is missing, unreadable or damaged, an index names a tensor that its shard lacks or a path outside its
             folder, or a name is in two files; nothing stays open.
@@ -73,6 +75,8 @@ class Checkpoint:
         """
         if not paths:
             raise InputError("paths: none given; name a safetensors file, an index or a folder")
+        if not isinstance(check_total_size, bool):
+            raise InputError(f"check_total_size: {check_total_size!r} is not True or False")
         with ExitStack() as resources:
             files: list[SafetensorsFile] = []
             owners: dict[str, SafetensorsFile] = {}

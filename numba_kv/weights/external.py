@@ -16,7 +16,7 @@ from numba_kv.device import Device, Memory, Tensor
 from numba_kv.device.graph import is_capturing
 from numba_kv.errors import CapacityError, InputError, StateError, WeightError
 from numba_kv.geometry import round_up
-from numba_kv.weights.binding import WeightBinding, WeightInput, check_bindings, list_of
+from numba_kv.weights.binding import WeightBinding, WeightInput, check_bindings, check_progress, list_of
 from numba_kv.weights.checkpoint import Checkpoint
 from numba_kv.weights.recipes import assemble
 from numba_kv.weights.upload import STAGING_NBYTES, Progress, Segment, Uploader, lent_uploader
@@ -152,8 +152,10 @@ class ExternalWeightManager:
 
         Raises
         ------
+        InputError
+            If an argument is of another type.
         StateError
-            If something is loaded already.
+            If something is loaded already, or the manager was closed meanwhile.
         WeightError
             If a file is damaged, a weight missing, or not what a recipe or `inputs` wants.
         UnsupportedModelError
@@ -165,6 +167,7 @@ class ExternalWeightManager:
         block.
         """
         self._want("constructed")
+        check_progress(progress)
         if is_capturing(self._device.stream):
             raise StateError("external weights: the stream is being captured; load them before")
         with ExitStack() as undo, Checkpoint.open(*paths, check_total_size=check_total_size) as checkpoint:

@@ -31,6 +31,7 @@ from numba_kv.dtypes import DType, dtype
 from numba_kv.errors import InputError, StateError
 from numba_kv.geometry import INT32_MAX, ceil_div, check_count
 from numba_kv.kernels.lora_slots import CHUNK_WORDS, switch_adapter
+from numba_kv.weights.binding import check_progress
 from numba_kv.weights.lora_adapter import HASH_NBYTES, HostAdapter, ReadOptions, read_adapter
 from numba_kv.weights.lora_files import Source
 from numba_kv.weights.lora_matrices import filler
@@ -165,6 +166,11 @@ class LoRAManager:
         """Whether `close` was called."""
         return self._closed
 
+    @property
+    def is_driven(self) -> bool:
+        """Whether sequences of a batch hold adapters: rows follow them then, and `assign` and `switch` are refused."""
+        return self._slots.num_sequences > 0
+
     def content_hash(self, row: int) -> bytes:
         """Return 128 bits that tell what the adapter of a row computes: part of the key of whatever is reused.
 
@@ -218,13 +224,14 @@ class LoRAManager:
         CapacityError
             If no slot is free: as many names as `max_adapters` are loaded, or rows still use replaced bytes.
         StateError
-            After `close`, or while the stream is being captured.
+            After `close`, also if that came meanwhile; while the stream is being captured.
 
         A call that raises has changed nothing: slots, names, versions, rows. Rows keep the bytes they use until they are
         assigned again. Stream: enqueues on the device's stream and waits. Cost: reads the adapter twice (check and copy).
         """
         if not isinstance(name, str) or not name:
             raise InputError(f"name: {name!r} is not a name")
+        check_progress(progress)
         options = ReadOptions(
             max_rank=self.layout.max_rank,
             dtype=self.layout.dtype,
@@ -256,17 +263,17 @@ class LoRAManager:
             current = self._slots.named.get(name)
             if current is not None and current.content_hash == adapter.content_hash:
                 return current
-            slot = self._slots.take(name)
-        with ExitStack() as undo:
-            undo.callback(self._give_back, slot)
+            slots = self._slots
+            slot = slots.take(name)
+        try:
             self._upload(slot, adapter, progress)
-            undo.pop_all()
+        except BaseException:
+            with self._lock:
+                slots.give_back(slot)
+            raise
         with self._lock:
-            return self._slots.put(name, slot, adapter)
-
-    def _give_back(self, slot: int) -> None:
-        with self._lock:
-            self._slots.give_back(slot)
+            self._check_open()  # `progress` may have closed it, and other slots are there since
+            return slots.put(name, slot, adapter)
 
     def _upload(self, slot: int, adapter: HostAdapter, progress: Progress | None) -> None:
         """Write every byte of a slot: what an earlier adapter left behind a smaller rank becomes zeros."""
@@ -362,10 +369,17 @@ class LoRAManager:
         InputError
             If a row or a name does not exist.
         StateError
-            If the bytes of an adapter are gone; after `close`, or while the stream is being captured.
+            If the bytes of an adapter are gone, or rows follow the sequences of a batch (`is_driven`); after `close`, or while
+            the stream is being captured.
 
         A call that raises has changed nothing. Stream: enqueues one copy of 4 * B bytes; does not wait.
         """
+        with self._lock:
+            self._check_not_driven()
+            self.assign_held(rows)
+
+    def assign_held(self, rows: Mapping[int, str | LoRAAdapter | None]) -> None:
+        """Do what `assign` does, for the batch whose sequences hold adapters (`hold`)."""
         with self._lock:
             self._check_ready()
             if not isinstance(rows, Mapping):
@@ -392,13 +406,14 @@ class LoRAManager:
         Raises
         ------
         InputError, StateError
-            As `assign`.
+            As `assign`; rows that follow a batch's sequences take no other adapter.
 
         A call that raises has changed nothing. What was enqueued before still sees the adapter before. Stream: enqueues one
         launch, whatever the number of layers; does not wait. Cost: with a view a slot read and written.
         """
         with self._lock:
             self._check_ready()
+            self._check_not_driven()
             slot = self._slots.slot_of(adapter)
             items, view = 1, -1
             if self.layout.has_view:
@@ -429,6 +444,13 @@ class LoRAManager:
         self._check_open()
         if is_capturing(self._device.stream):
             raise StateError("adapters cannot change inside a capture: a replay would not know; change them between replays")
+
+    def _check_not_driven(self) -> None:
+        if self._slots.num_sequences:
+            raise StateError(
+                f"adapters of rows follow {self._slots.num_sequences} sequences of a batch, which were admitted with theirs; "
+                "retire those first, or admit with adapters="
+            )
 
     def _check_open(self) -> None:
         if self._closed:

@@ -70,6 +70,8 @@ class SlotTable:
         Slot of each row.
     active : LoRAAdapter or None
         What the view shows.
+    num_sequences : int
+        Sequences of a batch that compute with an adapter.
     """
 
     def __init__(self, num_slots: int, max_adapters: int, num_rows: int) -> None:
@@ -81,6 +83,7 @@ class SlotTable:
         self._free = list(range(num_slots - 1, 0, -1))  # the lowest is at the end
         self._acquired = [0] * num_slots
         self._holds = [0] * num_slots
+        self.num_sequences = 0
         self._history: dict[str, tuple[int, bytes]] = {}
 
     def of(self, name: object) -> LoRAAdapter:
@@ -197,10 +200,12 @@ class SlotTable:
     def hold(self, slot: int) -> None:
         """Count a sequence of a batch that computes with a slot."""
         self._holds[slot] += 1
+        self.num_sequences += 1
 
     def let_go(self, slot: int) -> None:
         """Count such a sequence less."""
         self._holds[slot] -= 1
+        self.num_sequences -= 1
         self._free_if_unused(slot)
 
     def release(self, adapter: LoRAAdapter) -> None:

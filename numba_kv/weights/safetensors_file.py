@@ -24,20 +24,32 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-__all__ = ["SafetensorsFile", "read_whole"]
+__all__ = ["SafetensorsFile", "path_text", "read_whole"]
 
 # A pipe must not block the opening, a child process must not inherit it, Windows must not translate line ends.
 _FLAGS = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
 
 
-def _open(path: str | os.PathLike[str], *, what: str) -> tuple[int, int, str]:
-    """Return a descriptor, the size and the path as text of a regular file."""
+def path_text(path: str | os.PathLike[str]) -> str:
+    """Return a path as text.
+
+    Raises
+    ------
+    InputError
+        If it is none.
+    """
     try:
         text = os.fspath(path)
     except TypeError:
         raise InputError(f"path: {path!r} is not a path") from None
     if not isinstance(text, str):
         raise InputError(f"path: {path!r} is not a path of text")
+    return text
+
+
+def _open(path: str | os.PathLike[str], *, what: str) -> tuple[int, int, str]:
+    """Return a descriptor, the size and the path as text of a regular file."""
+    text = path_text(path)
     try:
         descriptor = os.open(text, _FLAGS)
     except IsADirectoryError:

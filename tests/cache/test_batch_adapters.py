@@ -156,7 +156,7 @@ def test_holds_of_a_batch_are_its_own(batch: kv.Batch) -> None:
     assert sequence.adapter is not None
     with pytest.raises(kv.StateError, match="was not acquired"):
         lora(batch).release(sequence.adapter)
-    lora(batch).assign({sequence.row: None})
+    lora(batch).assign_held({sequence.row: None})  # what only the batch may do
     with pytest.raises(kv.InvariantError, match=r"adapter_ids\[0\]"):
         batch.audit()
     with pytest.raises(kv.StateError, match="1 sequences"):
@@ -166,6 +166,35 @@ def test_holds_of_a_batch_are_its_own(batch: kv.Batch) -> None:
     batch.audit()
     with pytest.raises(kv.InputError, match="1 given for 0"):
         batch.update(adapters=["a"])
+
+
+def test_rows_of_sequences_with_adapters_take_no_others(batch: kv.Batch) -> None:
+    sequence, other = batch.update(admit=[2, 2], adapters=["a", None])
+    before = lora(batch).adapter_ids.to_host().tolist()
+    for retired in (None, other):
+        if retired is not None:
+            batch.retire(retired)
+        for call in (
+            lambda: lora(batch).assign({sequence.row: None}),
+            lambda: lora(batch).assign({3: "b"}),
+            lambda: lora(batch).switch("b"),
+        ):
+            with pytest.raises(kv.StateError, match="of a batch"):
+                call()
+        assert lora(batch).adapter_ids.to_host().tolist() == before
+        batch.audit()
+    swapped = batch.swap_out(sequence)
+    with pytest.raises(kv.StateError, match="of a batch"):
+        lora(batch).switch("b")
+    batch.retire(batch.swap_in(swapped))
+    assert names(batch) == [None] * 4
+    lora(batch).assign({1: "b"})  # nobody's rows are the caller's again
+    batch.admit(num_tokens=2)
+    batch.audit()
+    assert names(batch) == [None, "b", None, None]
+    batch.admit(num_tokens=2, adapter="a")
+    assert names(batch) == [None, "a", None, None]
+    batch.audit()
 
 
 def test_a_manager_that_is_closed_ends_no_batch(batch: kv.Batch) -> None:

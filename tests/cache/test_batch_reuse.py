@@ -348,6 +348,13 @@ def test_wrong_arguments_change_nothing(batch: kv.Batch) -> None:
     for tokens in ([-1], [1.5], [[1]], []):
         with pytest.raises((kv.InputError, kv.ShapeError)):
             batch.admit(tokens)
+    for tokens, words in (
+        (None, "None is neither a sequence of token ids nor their number"),
+        (True, "True is neither"),
+        ("abc", "str"),
+    ):
+        with pytest.raises(kv.InputError, match=words):
+            batch.update(admit=[tokens])
     with pytest.raises(kv.InputError, match="adapters: 'fr' given"):
         batch.admit(list(range(12)), adapter="fr")
     with pytest.raises(kv.CapacityError, match="exceeds max_kv_cache_capacity"):
@@ -358,6 +365,16 @@ def test_wrong_arguments_change_nothing(batch: kv.Batch) -> None:
         batch.prefill_chunk(first, 0)
     same(everything(batch), before)
     assert batch.reuse.figures == figures
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"naming": 3}, {"naming": "blake2b"}, {"on_event": 5}, {"future_tokens": np.array([0, 1])}, {"future_tokens": 1.0}],
+    ids=str,
+)
+def test_options_of_another_type(wrong: dict[str, Any]) -> None:
+    with pytest.raises(kv.InputError, match=f"{next(iter(wrong))}: "):
+        kv.ReuseOptions(**wrong)
 
 
 def test_a_batch_without_reuse_says_so() -> None:

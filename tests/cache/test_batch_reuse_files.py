@@ -137,6 +137,8 @@ def refused(path: Path, error: type[Exception], words: str, config: kv.LLMEngine
         (replace(CONFIG, page_tokens=8), {}, "page_tokens"),
         (tiny_config(None, heads=(4, 2), num_kv_pages=40, **LIMITS), {}, "model differ"),
         (WINDOWS, {}, "layout of pages differ"),
+        (replace(CONFIG, kv_layout="HND"), {}, "layout of pages differ"),
+        (replace(CONFIG, kv_layout="HND"), {"host_bytes": 1 << 18}, "layout of pages differ"),
     ],
 )
 def test_files_of_another_model_are_refused(
@@ -244,6 +246,59 @@ def test_a_file_needs_a_digest_of_the_weights(saved: Path) -> None:
                 call(saved)
     with kv.SharedResources.create_for_llm(CONFIG) as resources, pytest.raises(kv.InputError, match="without reuse"):
         kv.Batch(resources).save_prefixes(saved)
+
+
+def test_files_of_float8_need_a_digest_of_the_scales(tmp_path: Path) -> None:
+    path, config = (
+        tmp_path / "prefixes.safetensors",
+        tiny_config(None, heads=(1, 8), **{**LIMITS, "kv_cache_dtype": "float8_e4m3"}),
+    )
+    for scales in (None, b""):
+        with kv.SharedResources.create_for_llm(config) as resources:
+            batch = kv.Batch(resources, reuse=kv.ReuseOptions(weights=b"w", scales=scales))
+            for call in (batch.save_prefixes, batch.load_prefixes):
+                with pytest.raises(kv.InputError, match=r"ReuseOptions\(scales=\.\.\.\)"):
+                    call(path)
+    assert not path.exists()
+    for scales in (b"one", b"two"):
+        with kv.SharedResources.create_for_llm(config) as resources:
+            batch = kv.Batch(resources, reuse=kv.ReuseOptions(weights=b"w", scales=scales))
+            if scales == b"one":
+                batch.save_prefixes(path)
+                assert batch.load_prefixes(path) == 0
+            else:
+                with pytest.raises(kv.InputError, match="scales differ"):
+                    batch.load_prefixes(path)
+
+
+def test_only_regular_files_are_replaced(saved: Path, tmp_path: Path) -> None:
+    before, folder = saved.read_bytes(), tmp_path / "folder"
+    folder.mkdir()
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "to pipe").symlink_to("pipe")
+    (tmp_path / "loop").symlink_to("loop")
+    with model_of() as model:
+        serve(model, PROMPTS[3])
+        for name in ("folder", "pipe", "to pipe", "loop"):
+            with pytest.raises(kv.InputError, match="not a regular file"):
+                model.batch.save_prefixes(tmp_path / name)
+        for wrong in (None, 5, True, b"x", ["a"]):
+            with pytest.raises(kv.InputError, match="is not a path"):
+                model.batch.save_prefixes(wrong)  # type: ignore[arg-type]
+        for name in ("a\0b", "n" * 300):
+            with pytest.raises(kv.InputError, match="cannot be written"):
+                model.batch.save_prefixes(tmp_path / name)
+        assert stat.S_ISFIFO((tmp_path / "pipe").stat().st_mode)
+        link, dangling = folder / "link", folder / "dangling"
+        link.symlink_to(saved)
+        dangling.symlink_to("new")
+        assert model.batch.save_prefixes(link) == model.batch.save_prefixes(dangling) == 7
+    assert link.is_symlink()
+    assert dangling.is_symlink()
+    assert saved.read_bytes() != before
+    assert {path.name for path in folder.iterdir()} == {"link", "dangling", "new"}
+    with model_of() as model:
+        assert model.batch.load_prefixes(folder / "new") == model.batch.load_prefixes(link) == 7
 
 
 @pytest.mark.parametrize("host", [0, 6000])

@@ -218,6 +218,15 @@ def test_prompts_can_say_how_much_is_reused_at_most() -> None:
                 batch.admit([1, 2], most_reused=wrong)
 
 
+def test_the_base_comes_first() -> None:
+    with opened_pair() as both:
+        batches = [both.base.batch, both.draft.batch]
+        with pytest.raises(kv.InputError, match="base's is not the first"):
+            kv.update_together(batches[::-1], admit=[[1, 2, 3]])
+        assert not any(batch.sequences for batch in batches)
+        assert len(kv.update_together(batches, admit=[[1, 2, 3]])) == 1
+
+
 def test_look_ahead_is_for_drafts_of_attention() -> None:
     with kv.SharedResources.create_for_llm(BASE) as resources:
         with pytest.raises(kv.ConfigError, match="future_tokens: 1, but model 0 is the base"):

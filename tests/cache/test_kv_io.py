@@ -243,7 +243,7 @@ def test_pages_are_copied_in_every_layer_of_a_group(heads: int, dim: int, page: 
         ):
             with pytest.raises(InputError, match=message):
                 io.copy_pages(0, bad)
-        for group in (2, -1, "a"):
+        for group in (2, -1, "a", True, False):
             with pytest.raises(InputError, match="group: "):
                 io.copy_pages(group, [(0, 1)])
         for found, wanted in zip(snapshot(batch), expected, strict=True):
@@ -294,6 +294,8 @@ def test_bad_input_changes_nothing() -> None:
         lengths = uploaded(io, np.array([5], np.int32))
         with pytest.raises(InputError, match="layer: 7"):
             io.write(7, good, good, view)
+        with pytest.raises(InputError, match="layer: array"):
+            io.write(np.array(0), good, good, view)  # type: ignore[arg-type]
         with pytest.raises(InputError, match="layer: 1 borrows K and V of attention layer 0"):
             io.write(1, good, good, view)
         with pytest.raises(InputError, match="layer: 1 borrows K and V of attention layer 0"):

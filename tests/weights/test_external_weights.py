@@ -245,7 +245,7 @@ def test_inputs_that_are_wrong_themselves(manager: ExternalWeightManager, tmp_pa
     one = WeightInput(name="a", shape=(3,), dtype="int8")
     with pytest.raises(WeightError, match="'a' is declared twice"):
         manager.load(write(tmp_path / "a.safetensors", {}), inputs=[one, WeightInput(name="a", shape=(3,), dtype="int8")])
-    for shape in ((-1, 3), (2.5,), 7):
+    for shape in ((-1, 3), (2.5,), 7, (True,)):
         with pytest.raises(WeightError, match="is not static"):
             WeightInput(name="a", shape=shape, dtype="int8")  # type: ignore[arg-type]
     with pytest.raises(WeightError, match="'float31' is not an element type"):
@@ -594,6 +594,13 @@ def test_a_wrong_index_leaves_nothing(tmp_path: Path, manager: ExternalWeightMan
     with pytest.raises(WeightError, match="not a path inside the folder"):
         manager.load(tmp_path)
     untouched(manager, take)
+
+
+def test_wrong_options_are_refused_before_a_file_is_opened(manager: ExternalWeightManager, tmp_path: Path) -> None:
+    for options in ({"progress": 5}, {"check_total_size": "x"}, {"check_total_size": None}):
+        with pytest.raises(InputError, match=f"{next(iter(options))}: "):
+            manager.load(tmp_path / "nowhere.safetensors", **options)  # type: ignore[arg-type]
+    assert manager.state == "constructed"
 
 
 def test_close_gives_the_memory_back(tmp_path: Path, device: Device, take: Taker) -> None:

@@ -377,6 +377,18 @@ def test_a_closed_manager_refuses(lora: LoRAManager) -> None:
     assert not lora.adapters
 
 
+def test_a_load_does_not_outlive_a_close(lora: LoRAManager) -> None:
+    lora.load("fr", reference(pairs(Q)))
+    with pytest.raises(StateError, match="LoRAManager is closed"):
+        lora.load("de", reference(pairs(Q, seed=1)), progress=lambda done, total: lora.close())
+    assert not lora.adapters
+
+
+def test_progress_has_to_be_callable(lora: LoRAManager, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="progress: 5"):
+        lora.load("fr", tmp_path / "nowhere.safetensors", progress=5)  # type: ignore[arg-type]
+
+
 def test_rows_are_assigned_while_an_adapter_loads(lora: LoRAManager) -> None:
     lora.load("fr", reference(pairs(Q)))
     reached, go_on = threading.Event(), threading.Event()
