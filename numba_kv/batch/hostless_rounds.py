@@ -219,13 +219,15 @@ class HostlessRounds(Proposals):
             self._states.reshape_intermediate_states(self.base.plan.config.max_batch_size, tokens)
 
     def _note_rounds(self, rounds: int, steps: RoundSteps) -> None:
-        base = self.base.stepper
+        base, each = self.base.stepper, rounds * steps.draft_steps
+        if self.draft is not None and each:
+            self.draft.stepper.reservation.check_take(each, steps.draft_tokens)
         lowest = base.ledger.lo.copy()
         base.advanced(steps.verify_tokens, rounds, None)
         base.note_bounds(lowest)
         if self.draft is None:
             return
-        draft, each = self.draft.stepper, rounds * steps.draft_steps
+        draft = self.draft.stepper
         lowest = np.minimum(lowest, draft.ledger.lo)
         if each:
             draft.advanced(steps.draft_tokens, each, None)

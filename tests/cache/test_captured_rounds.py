@@ -362,6 +362,20 @@ def test_rounds_that_cannot_be() -> None:
         accepted._memory.close(device.stream)
 
 
+def test_rounds_that_the_draft_has_no_room_for_are_not_noted_in_the_base() -> None:
+    with opened_rounds("chain") as model:
+        (sequence,) = model.admit(8)
+        batch, plain = model.batch, RoundSteps(verify_tokens=4)
+        batch.reserve(1, plain)
+        for each, match in ({"draft_steps": 1}, "0 were reserved"), ({"draft_steps": 2, "draft_tokens": 2}, "2 are noted"):
+            with pytest.raises(kv.StateError, match=match):
+                batch.advanced(1, RoundSteps(verify_tokens=4, **each))
+        assert (batch.is_exact, sequence.length) == (True, 8)
+        batch.advanced(1, plain)  # whose room is still there
+        batch.sync_lengths()
+        assert (sequence.length, batch.draft_length(sequence)) == (8, 8)
+
+
 @pytest.mark.parametrize("name", ["verify_tokens", "draft_steps", "draft_tokens", "catch_up"])
 def test_what_a_round_is_made_of_are_integers(name: str) -> None:
     wrong = [1.5, 1.0, "a", True, np.True_, -1, 10**30, np.array([0, 1]), np.array([1])]
