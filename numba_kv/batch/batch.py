@@ -327,7 +327,7 @@ class Batch(ReusingSequences):
 
         Stream: waits, if device counts were used since the last call; else host only.
         """
-        with self.guard:
+        with self.guard.reads:
             self.stepper.learn()
 
     def refusals(self) -> dict[Sequence, Status]:
@@ -371,7 +371,7 @@ class Batch(ReusingSequences):
 
         Stream: waits. Cost: reads every table once. Lengths that came from the device are read first.
         """
-        with self.guard:
+        with self.guard.reads:
             self.stepper.learn()
             self._adapters.audit(self._sequences)
             if self.stepper.launches.states is not None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from numba_kv.batch.arguments import integer
 from numba_kv.batch.reservation import Launched
 from numba_kv.device.unique import Unique
-from numba_kv.errors import StateError
+from numba_kv.errors import InputError, StateError
+from numba_kv.geometry import INT32_MAX
 
 if TYPE_CHECKING:
     from numba_kv.batch.batch import Batch
@@ -24,17 +26,33 @@ class RoundSteps:
     Attributes
     ----------
     verify_tokens : int
-        Tokens of every row in the verification step.
+        Tokens of every row in the verification step; at least 1.
     draft_steps, draft_tokens : int
-        Steps of the draft, and tokens of every row in each.
+        Steps of the draft, and tokens of every row in each; at least 0 and 1.
     catch_up : int or None
-        A step that catches up comes before them, so many tokens ahead; None: it does not.
+        A step that catches up comes before them, 0 or 1 token ahead; None: it does not.
+
+    Raises
+    ------
+    InputError
+        If one is no integer, or out of range.
     """
 
     verify_tokens: int
     draft_steps: int = 0
     draft_tokens: int = 1
     catch_up: int | None = None
+
+    def __post_init__(self) -> None:
+        allowed = {"verify_tokens": (1, INT32_MAX), "draft_steps": (0, INT32_MAX), "draft_tokens": (1, INT32_MAX)}
+        if self.catch_up is not None:
+            allowed["catch_up"] = (0, 1)
+        for name, (least, most) in allowed.items():
+            value = getattr(self, name)
+            number = integer(value)
+            if number is None or not least <= number <= most:
+                raise InputError(f"{name}: {value!r} is not an integer in {least}..{most}")
+            object.__setattr__(self, name, number)  # of any kind of integer, the plain one
 
 
 class CapturedRound(Unique):

@@ -158,7 +158,7 @@ class DerivedForms:
 
         Stream: host only.
         """
-        with self._guard:
+        with self._guard.reads:
             plan = self._buffers.plan.groups[self._checked(group)]
             counts, lengths, begin = self._stepper.exact_rows()
             end, first = -(-lengths // plan.page_tokens), begin[plan.index]
@@ -173,7 +173,7 @@ class DerivedForms:
         return number
 
     def _request(self, form: str, group: int, stream: object | None, make: Callable[[int], Any]) -> Any:
-        with self._guard:
+        with self._guard.reads:
             number, device = self._checked(group), self._buffers.device
             target: Stream = device.stream if stream is None else device.as_capturing_stream(stream)
             if (form, number) not in self._made:

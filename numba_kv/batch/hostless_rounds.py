@@ -11,7 +11,7 @@ from numba_kv.batch.arguments import at_least_one
 from numba_kv.batch.captured_round import CapturedRound, RoundSteps
 from numba_kv.batch.proposals import Proposals
 from numba_kv.batch.round_arguments import accepted_array, node_array
-from numba_kv.errors import InputError
+from numba_kv.errors import CapacityError, InputError
 
 if TYPE_CHECKING:
     from numba_kv.batch.round_launches import RoundLaunches
@@ -63,6 +63,8 @@ class HostlessRounds(Proposals):
         ------
         InputError, InteropError, ShapeError
             If an argument is wrong.
+        CapacityError
+            If there are more rounds than a row has tokens.
 
         Stream: enqueues nothing. Cost: one graph.
         """
@@ -74,7 +76,7 @@ class HostlessRounds(Proposals):
             paths = None if nodes is None else node_array(device, "nodes", rows, chosen.verify_tokens, nodes)
             if parents is not None and paths is None:
                 raise InputError("nodes: None given, but a tree is verified; the ids of each row's path are wanted")
-            number = at_least_one("rounds", rounds)
+            number = self._checked_rounds(rounds)
             self._pack_states(chosen.verify_tokens)
             self.rounds.prepare(counts, paths, parents)
             return CapturedRound(self, chosen, number, counts, paths, parents)
@@ -90,7 +92,7 @@ class HostlessRounds(Proposals):
         Stream: as `Batch.reserve`, for each model.
         """
         with self.guard:
-            number, chosen = at_least_one("rounds", rounds), self._checked_steps(steps, None)
+            number, chosen = self._checked_rounds(rounds), self._checked_steps(steps, None)
             self._check_committed("reserve")
             self._check_members()
             verified, each = chosen.verify_tokens, chosen.draft_steps
@@ -118,13 +120,15 @@ class HostlessRounds(Proposals):
 
         Raises
         ------
+        InputError, CapacityError
+            If `rounds` is not a positive integer, or more than a row has tokens.
         StateError
             If more are noted than `reserve` made room for, or were launched.
 
         Stream: host only.
         """
         with self.guard:
-            self._note_rounds(at_least_one("rounds", rounds), self._checked_steps(steps, None))
+            self._note_rounds(self._checked_rounds(rounds), self._checked_steps(steps, None))
             self._note_hostless()
 
     def enqueue_draft_step(self, stream: object, tokens: int | None = None) -> None:
@@ -174,6 +178,13 @@ class HostlessRounds(Proposals):
 
     # -- parts ---------------------------------------------------------------------------------------------------
 
+    def _checked_rounds(self, rounds: Any) -> int:
+        number, limit = at_least_one("rounds", rounds), self.base.plan.config.max_kv_cache_capacity
+        if number > limit:
+            reason = f"rounds: {number} are more than the {limit} tokens of a row (max_kv_cache_capacity)"
+            raise CapacityError(reason, needed=number, free=limit)
+        return number
+
     def _checked_verify(self, tokens: Any) -> int:
         number = at_least_one("tokens", tokens)
         if number > self._most:
@@ -193,7 +204,6 @@ class HostlessRounds(Proposals):
             self._checked_ahead(chosen.catch_up)
         if self.draft is None:
             return RoundSteps(verify_tokens=chosen.verify_tokens)
-        at_least_one("draft_tokens", chosen.draft_tokens)
         self._check_round(chosen)
         return chosen
 
@@ -201,7 +211,7 @@ class HostlessRounds(Proposals):
         """Raise if the draft of a round cannot be taken back."""
         most = 0 if self.draft is None else self.draft.plan.config.max_step_tokens
         drafted = steps.draft_steps * steps.draft_tokens + (steps.catch_up or 0)
-        if steps.draft_steps < 0 or drafted > most:
+        if drafted > most:
             raise InputError(f"steps: {drafted} tokens drafted, 0 to {most} can be taken back (the draft's max_step_tokens)")
 
     def _pack_states(self, tokens: int) -> None:
@@ -209,13 +219,15 @@ class HostlessRounds(Proposals):
             self._states.reshape_intermediate_states(self.base.plan.config.max_batch_size, tokens)
 
     def _note_rounds(self, rounds: int, steps: RoundSteps) -> None:
-        base = self.base.stepper
+        base, each = self.base.stepper, rounds * steps.draft_steps
+        if self.draft is not None and each:
+            self.draft.stepper.reservation.check_take(each, steps.draft_tokens)
         lowest = base.ledger.lo.copy()
         base.advanced(steps.verify_tokens, rounds, None)
         base.note_bounds(lowest)
         if self.draft is None:
             return
-        draft, each = self.draft.stepper, rounds * steps.draft_steps
+        draft = self.draft.stepper
         lowest = np.minimum(lowest, draft.ledger.lo)
         if each:
             draft.advanced(steps.draft_tokens, each, None)

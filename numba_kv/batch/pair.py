@@ -16,7 +16,7 @@ from numba_kv.batch.sequence import Sequence
 from numba_kv.batch.view import StepView
 from numba_kv.device.guard import CallGuard
 from numba_kv.device.unique import Unique
-from numba_kv.errors import InputError, InvariantError, RewindTooFar
+from numba_kv.errors import InputError, InvariantError, RewindTooFar, StateError
 from numba_kv.kernels.layout import Status
 from numba_kv.shared_resources import SharedResources
 
@@ -28,6 +28,12 @@ if TYPE_CHECKING:
     from numba_kv.batch.round_launches import RoundLaunches
 
 __all__ = ["PairedBatches"]
+
+#: What a call of one part alone is told to call.
+_CALLS = (
+    "call that one's admit, retire, clear, update, compact, step, rewind, draft_step, catch_up, verify_step, commit, refusals, "
+    "reserve, advanced, capture or enqueue_... instead"
+)
 
 
 class _BaseBatch(Batch):
@@ -62,6 +68,8 @@ class PairedBatches(Unique, ABC):
             with self._or_close():
                 self.draft = Batch(resources, index=1, scrub=scrub)
         self.guard = CallGuard(resources.device, type(self).__name__)
+        for batch in self._members:
+            batch.guard.drive(self.guard, _CALLS)
 
     # -- composition ---------------------------------------------------------------------------------------------
 
@@ -137,7 +145,7 @@ class PairedBatches(Unique, ABC):
         Raises
         ------
         StateError
-            If a verification step is not committed.
+            If a verification step is not committed, or an int is given while either model lacks tokens of a prompt.
         CapacityError
             If a row of either model would be too long, or a pool has too few pages; nothing was changed.
         """
@@ -148,13 +156,15 @@ class PairedBatches(Unique, ABC):
                 view = self.base.step(tokens)
                 self._committed = None
                 return view
-            counts = self._step_counts(tokens)
+            counts, is_even = self._step_counts(tokens), not isinstance(tokens, Mapping)
+            if is_even:
+                self._check_draft_prompts()
             self.draft.stepper.check_step(counts)
             view = self.base.step(tokens)
             self._committed = None
             self.guard.is_enqueueing = True
             drafts = {s: int(counts[s.row]) for s in self.draft.sequences if counts[s.row]}
-            self._noted_draft_step(self.draft.step(tokens if isinstance(tokens, int) else drafts))
+            self._noted_draft_step(self.draft.step(tokens if is_even else drafts))
             return view
 
     def rewind(self, tokens: Mapping[Sequence, int]) -> None:
@@ -303,6 +313,15 @@ class PairedBatches(Unique, ABC):
             with batch.guard.host:
                 batch.stepper.check_can_change()
                 batch.stepper.begin()
+
+    def _check_draft_prompts(self) -> None:
+        """Raise StateError if the draft lacks tokens of a prompt, so that steps of all its rows would be refused."""
+        row, lacking = (0, 0) if self.draft is None else self.draft.stepper.waiting_row()
+        if lacking:
+            raise StateError(
+                f"step: {self.base._sequences[row]!r} has {lacking} unprefilled tokens in the draft; "
+                "catch_up() first, or name sequences and counts in a mapping"
+            )
 
     def _partners(self, rows: Iterable[int]) -> list[Sequence]:
         """Return the draft's sequences in these rows."""

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from numba_kv.batch.arguments import at_least_one
+from numba_kv.batch.arguments import at_least_one, integer
 from numba_kv.batch.catch_up import CatchUp
 from numba_kv.batch.pair import PairedBatches
 from numba_kv.batch.view import StepView
@@ -156,9 +156,10 @@ class Proposals(PairedBatches):
 
     def _checked_ahead(self, ahead: Any) -> int:
         allowed = (0, 1) if self.keeps_drafts else (0,)
-        if isinstance(ahead, bool) or ahead not in allowed:
+        number = integer(ahead)
+        if number is None or number not in allowed:
             raise InputError(f"ahead: {ahead!r} is not {' or '.join(map(str, allowed))}")
-        return int(ahead)
+        return number
 
     def _check_drafted(self, tokens: int) -> None:
         if self.draft is None:

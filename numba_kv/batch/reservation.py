@@ -87,6 +87,17 @@ class Reservation:
         """Count a launch."""
         self._launched.append(launched)
 
+    def check_take(self, steps: int, tokens: int) -> None:
+        """Raise StateError if `steps` steps of `tokens` tokens are more than were launched, or not what was reserved."""
+        if self._launched:
+            if steps > self.launched_steps:
+                raise StateError(f"steps: {steps} are noted, {self.launched_steps} were launched")
+            return
+        if steps > self.steps:
+            raise StateError(f"steps: {steps} are noted, {self.steps} were reserved")
+        if tokens != self.tokens:
+            raise StateError(f"tokens: steps of {tokens} a row are noted, steps of {self.tokens} were reserved")
+
     def take(self, steps: int, tokens: int, driven: DeviceCounts | None) -> list[Launched]:
         """Take `steps` steps off and return what they were, in order.
 
@@ -96,11 +107,10 @@ class Reservation:
         Raises
         ------
         StateError
-            If more are taken than were launched, or reserved.
+            See `check_take`.
         """
+        self.check_take(steps, tokens)
         if self._launched:
-            if steps > self.launched_steps:
-                raise StateError(f"steps: {steps} are noted, {self.launched_steps} were launched")
             taken, left = [], steps
             while left:
                 head = self._launched.pop(0)
@@ -110,10 +120,6 @@ class Reservation:
                     self._launched.insert(0, Launched(head.steps - part, head.tokens, head.driven, head.owner))
                 left -= part
         else:
-            if steps > self.steps:
-                raise StateError(f"steps: {steps} are noted, {self.steps} were reserved")
-            if tokens != self.tokens:
-                raise StateError(f"tokens: steps of {tokens} a row are noted, steps of {self.tokens} were reserved")
             taken = [Launched(steps, tokens, driven, None)]
         self.steps -= steps
         return taken

@@ -49,9 +49,9 @@ class SpeculativeBatch(HostlessRounds):
     Attributes
     ----------
     base : Batch
-        The base's part: steps, tables, figures. Let sequences come and go here, so that the draft follows.
+        The base's part: tables, figures, what reads. Calls that change rows or lengths are refused: the draft has to follow.
     draft : Batch or None
-        The draft's part; None if the draft reads the base's K and V.
+        The draft's part, to be read as well; None if the draft reads the base's K and V.
     spec : SpecDecodeConfig
         The numbers of a round.
     keeps_drafts : bool
@@ -211,7 +211,8 @@ class SpeculativeBatch(HostlessRounds):
         Notes
         -----
         What the device is given it checks itself. A row with a count or a path that cannot be is left as it is, in both models
-        and in every layer; `refusals` names it, and then it can be committed again.
+        and in every layer; `refusals` names it, and then it can be committed again. So are paths of the host through a tree
+        that is not of `SpeculativeBatch.tree`: the host does not know its parents, and knows lengths within bounds afterwards.
 
         Stream: enqueues one kernel; after a tree one more and one for each slab; with recurrent layers one and those of
         `MambaCacheManager.scatter_accepted_linear_states`. What the host says is one copy. Cost: no allocation, no wait.
@@ -221,9 +222,10 @@ class SpeculativeBatch(HostlessRounds):
                 raise StateError("commit: no verification step waits for it; verify_step() first")
             self._check_members()
             told = paths = None
+            is_sure = False  # the device cannot but do what the host says
             counts, place = self._verified, self.resources.device
             if isinstance(accepted, Mapping):
-                told, paths = self._told(accepted, nodes, counts)
+                told, paths, is_sure = self._told(accepted, nodes, counts)
             else:
                 accepted = accepted_array(place, len(counts), accepted)
                 if nodes is not None:
@@ -241,22 +243,23 @@ class SpeculativeBatch(HostlessRounds):
                 if told is not None:
                     accepted, nodes = self.rounds.tell(told, paths)
                 self.base.stepper.stats.launches += self.rounds.commit(accepted, nodes, self._parents, place.stream)
-                self._note_commit(counts, told)
+                self._note_commit(counts, told if is_sure else None)
             self._verified, self._committed, self._drafted = None, counts, 0
 
     # -- notes ---------------------------------------------------------------------------------------------------
 
     def _told(
         self, accepted: Mapping[Sequence, Any], nodes: Any, counts: NDArray[np.int64]
-    ) -> tuple[NDArray[np.int32], NDArray[np.int32] | None]:
-        """Return counts by row, and paths, as the host says them."""
+    ) -> tuple[NDArray[np.int32], NDArray[np.int32] | None, bool]:
+        """Return counts by row, and paths, as the host says them; and whether it knows that they can be."""
         if nodes is not None:
             raise InputError("nodes: given beside a mapping; map each sequence to the ids of its path instead")
         rows = self.base._sequences
         if self._parents is None and not any(hasattr(value, "__iter__") for value in accepted.values()):
-            return told_counts(accepted, rows, counts), None
+            return told_counts(accepted, rows, counts), None, True
         known = next((parents for parents, tensor in self._trees.items() if tensor is self._parents), None)
-        return told_paths(accepted, rows, counts, known)
+        found, paths = told_paths(accepted, rows, counts, known)
+        return found, paths, self._parents is None or known is not None
 
     def _note_commit(self, counts: NDArray[np.int64], told: NDArray[np.int32] | None) -> None:
         """Follow the lengths of both models: exactly, if the host decided and knew them."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Protocol
 
 from numba_kv.cache.page_table import KVPageTable
+from numba_kv.device.guard import CallGuard
 from numba_kv.errors import StateError
 
 __all__ = ["TableLoans", "TableUser"]
@@ -16,7 +17,7 @@ class TableUser(Protocol):
     """Who can take the tables of a model over: a Batch."""
 
     @property
-    def guard(self) -> AbstractContextManager[None]:
+    def guard(self) -> CallGuard:
         """What keeps its calls apart."""
 
     def close(self) -> None:
@@ -77,5 +78,5 @@ class TableLoans:
         """Keep the calls of all users out."""
         with ExitStack() as guards:
             for user in self.users:
-                guards.enter_context(user.guard)
+                guards.enter_context(user.guard.reads)
             yield

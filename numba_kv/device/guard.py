@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from numba_kv.device.device import Device
 
-__all__ = ["CallGuard", "CallParts", "HostCalls"]
+__all__ = ["CallGuard", "CallParts", "HostCalls", "ReadCalls"]
 
 
 class CallGuard:
@@ -40,6 +40,8 @@ class CallGuard:
         The same for calls that do not touch the device: cheaper, as the current device is left alone.
     part : CallParts
         The same for a part of a call, which does not end with it; another part, or `finish`, does what follows the call.
+    reads : ReadCalls
+        The same for calls that leave the object as it is: nobody but a running call keeps them out (`drive`).
     after : callable or None
         Called when a call has ended, however it has, and the next one can be made. Set by the object.
     is_closed : bool
@@ -59,14 +61,20 @@ class CallGuard:
         self._held: list[object] = []  # one a call: an object that cannot be spoiled may be called inside a call
         self.host = HostCalls(self)
         self.part = CallParts(self)
+        self.reads = ReadCalls(self)
+        self._driver: CallGuard | None = None
+        self._driver_calls = ""
         self.after: Callable[[], None] | None = None
         self.is_closed = False
         self.is_enqueueing = False
         self.poison: BaseException | None = None
 
-    def __enter__(self) -> None:
+    def __enter__(self, is_reading: bool = False) -> None:
         self.take()
         try:
+            if self._driver is not None and not (is_reading or self._driver.is_busy):
+                name = self._driver._name
+                raise StateError(f"{self._name} is a part of {name}, which changes its parts together; {self._driver_calls}")
             self._held.append(self._device.hold())
         except BaseException:
             self.release()
@@ -76,6 +84,10 @@ class CallGuard:
         self.leave(error)
         if self.after is not None:
             self.after()
+
+    def drive(self, driver: CallGuard, calls: str) -> None:
+        """Refuse calls other than `reads` from now on, unless one of `driver` is running; `calls` says what to do instead."""
+        self._driver, self._driver_calls = driver, calls
 
     @property
     def is_busy(self) -> bool:
@@ -163,6 +175,21 @@ class CallParts:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._guard.leave(error)
+
+
+class ReadCalls:
+    """A guard's view for calls that leave the object as it is."""
+
+    __slots__ = ("_guard",)
+
+    def __init__(self, guard: CallGuard) -> None:
+        self._guard = guard
+
+    def __enter__(self) -> None:
+        self._guard.__enter__(True)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._guard.__exit__(kind, error, trace)
 
 
 class HostCalls:

@@ -345,20 +345,47 @@ def test_rounds_that_cannot_be() -> None:
             "not a RoundSteps": 3,
             "5 of a row": RoundSteps(verify_tokens=5),
             "6 tokens drafted": RoundSteps(verify_tokens=4, draft_steps=3, draft_tokens=2),
-            "ahead: 2": RoundSteps(verify_tokens=4, catch_up=2),
-            "draft_tokens: 0": RoundSteps(verify_tokens=4, draft_tokens=0),
-            "verify_tokens|tokens: 0": RoundSteps(verify_tokens=0),
         }
         for match, steps in wrong.items():
             with pytest.raises(kv.InputError, match=match):
                 batch.capture(accepted, steps=steps)  # type: ignore[arg-type]
         with pytest.raises(kv.StateError, match="no sequence is active"):
             batch.reserve(1)
+        for number in (49, 10**20):
+            for call in (batch.reserve, batch.advanced, lambda n: batch.capture(accepted, rounds=n)):
+                with pytest.raises(kv.CapacityError, match=f"rounds: {number} are more than the 48 tokens of a row"):
+                    call(number)
         model.admit(45)
         with pytest.raises(kv.CapacityError, match="exceed max_kv_cache_capacity"):
             batch.reserve(1)
         batch.audit()
         accepted._memory.close(device.stream)
+
+
+def test_rounds_that_the_draft_has_no_room_for_are_not_noted_in_the_base() -> None:
+    with opened_rounds("chain") as model:
+        (sequence,) = model.admit(8)
+        batch, plain = model.batch, RoundSteps(verify_tokens=4)
+        batch.reserve(1, plain)
+        for each, match in ({"draft_steps": 1}, "0 were reserved"), ({"draft_steps": 2, "draft_tokens": 2}, "2 are noted"):
+            with pytest.raises(kv.StateError, match=match):
+                batch.advanced(1, RoundSteps(verify_tokens=4, **each))
+        assert (batch.is_exact, sequence.length) == (True, 8)
+        batch.advanced(1, plain)  # whose room is still there
+        batch.sync_lengths()
+        assert (sequence.length, batch.draft_length(sequence)) == (8, 8)
+
+
+@pytest.mark.parametrize("name", ["verify_tokens", "draft_steps", "draft_tokens", "catch_up"])
+def test_what_a_round_is_made_of_are_integers(name: str) -> None:
+    wrong = [1.5, 1.0, "a", True, np.True_, -1, 10**30, np.array([0, 1]), np.array([1])]
+    wrong += {"verify_tokens": [0, None], "draft_steps": [None], "draft_tokens": [0, None], "catch_up": [2]}[name]
+    for value in wrong:
+        with pytest.raises(kv.InputError, match=f"{name}: .* is not an integer in "):
+            RoundSteps(**{"verify_tokens": 2, name: value})
+    steps = RoundSteps(**{"verify_tokens": 2, name: np.int64(1)})
+    assert type(getattr(steps, name)) is int
+    assert steps == RoundSteps(**{"verify_tokens": 2, name: 1})
 
 
 def test_steady_rounds_send_nothing() -> None:

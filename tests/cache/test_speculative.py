@@ -228,9 +228,11 @@ def test_a_prompt_that_one_model_cannot_hold_changes_neither() -> None:
     base = replace(given.base, num_kv_pages=30, lookahead_pages=0)
     small = replace(given, base=base, draft=replace(given.draft, num_kv_pages=15, lookahead_pages=0))
     with kv.SharedResources.create_for_spec_decode(small) as resources, kv.SpeculativeBatch(resources) as batch:
-        first, second = batch.update(admit=[29, 29])
+        first = batch.admit(num_tokens=29)
         batch.step({first: 29})
-        batch.draft.step({batch.draft.sequences[0]: 3})  # 8 pages of 4 tokens; 7 are left
+        for _ in range(3):
+            batch.draft_step()  # 8 pages of 4 tokens; 7 are left
+        second = batch.admit(num_tokens=29)
         with pytest.raises(kv.CapacityError, match="pages: the step needs 8 more of 4 tokens, 7 are free"):
             batch.step({second: 29})
         assert (second.length, batch.base.free_pages) == (0, 15)
@@ -370,6 +372,92 @@ def test_resources_without_a_draft_are_refused() -> None:
             assert resources.users == (batch.base, batch.draft)
         with pytest.raises(kv.StateError, match="closed"):
             batch.step(1)
+
+
+def test_a_path_through_a_tree_that_the_host_does_not_know() -> None:
+    """The device refuses one row; the host is told, and does not take lengths for granted before."""
+    with opened_rounds("tree") as model:
+        first, second = model.admit(5, 6)
+        batch, device = model.batch, model.batch.resources.device
+        tree = int32(device, [list(TREE)] * 3)
+        batch.verify_step(tree=tree)
+        batch.commit({first: [0, 1, 2], second: [0, 1]})
+        assert not batch.is_exact
+        with pytest.raises(kv.StateError, match="5 to 9 tokens long"):
+            _ = first.length
+        assert batch.refusals() == {first: kv.Status.BAD_PATH}
+        batch.audit()
+        assert (first.length, second.length) == (9, 8)
+        batch.commit({first: [0, 1, 3], second: []})
+        batch.sync_lengths()
+        batch.audit()
+        assert (first.length, second.length) == (8, 8)
+        tree._memory.close(device.stream)
+
+
+def test_a_draft_behind_its_prompt_is_refused_before_the_base_steps() -> None:
+    with opened_rounds("chain") as model:
+        batch = model.batch
+        (sequence,) = model.admit(8)
+        batch.rewind({sequence: 1})
+        batch.verify_step({sequence: 2})
+        batch.commit({sequence: 2})
+        for tokens in (1, np.int64(1)):
+            with pytest.raises(kv.StateError, match="has 1 unprefilled tokens in the draft; catch_up"):
+                batch.step(tokens)
+        assert (sequence.length, batch.draft_length(sequence)) == (9, 7)
+        batch.audit()
+        batch.catch_up()
+        batch.step(1)
+        assert (sequence.length, batch.draft_length(sequence)) == (10, 10)
+        batch.audit()
+
+
+def test_a_part_alone_is_read_and_not_changed() -> None:
+    with opened_rounds("chain") as model:
+        (sequence,) = model.admit(5)
+        batch = model.batch
+        batch.reserve(1)
+        for part in (batch.base, batch.draft):
+            (own,) = part.sequences
+            stream = part.resources.stream
+            calls = {
+                "admit": lambda part=part: part.admit(num_tokens=2),
+                "retire": lambda part=part, own=own: part.retire(own),
+                "clear": part.clear,
+                "compact": part.compact,
+                "step": lambda part=part: part.step(1),
+                "rewind": lambda part=part, own=own: part.rewind({own: 1}),
+                "fork": lambda part=part, own=own: part.fork(own),
+                "reorder": lambda part=part, own=own: part.reorder({own: own}),
+                "swap_out": lambda part=part, own=own: part.swap_out(own),
+                "refusals": part.refusals,
+                "reserve": lambda part=part: part.reserve(1),
+                "advanced": lambda part=part: part.advanced(1, 4 if part is batch.base else 1),
+                "capture": part.capture,
+                "enqueue_step": lambda part=part, stream=stream: part.enqueue_step(stream),
+            }
+            for call in calls.values():
+                with pytest.raises(kv.StateError, match="Batch is a part of SpeculativeBatch.* call that one's admit, retire"):
+                    call()
+            part.sync_lengths()
+            part.audit()
+            assert part.derived.csr_on_host(0).kv_indptr.tolist()[-1] > 0
+            part.derived.csr(0)
+        batch.resources.hand_over(batch.resources.stream)
+        batch.audit()
+        model.step({sequence: 1})
+        model.check()
+
+
+def test_catching_up_takes_integers() -> None:
+    with opened_rounds("chain") as model:
+        model.admit(5)
+        for ahead in (True, np.True_, 1.0, np.array([1]), np.array([0, 1]), 2, -1, None, "a"):
+            with pytest.raises(kv.InputError, match="ahead: .* is not 0 or 1"):
+                model.batch.catch_up(ahead)
+        model.catch_up(np.int64(1))
+        model.check()
 
 
 def test_a_draft_that_fails_ends_the_pair(monkeypatch: pytest.MonkeyPatch) -> None:

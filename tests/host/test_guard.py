@@ -46,6 +46,29 @@ def test_the_device_is_current_inside_and_not_after(device: CountingDevice) -> N
     assert device.depth == 0
 
 
+def test_a_part_is_read_alone_and_changed_by_its_driver(device: CountingDevice) -> None:
+    driver, part = CallGuard(device, "pair"), CallGuard(device, "part")
+    with part:
+        pass
+    part.drive(driver, "call its step")
+    with pytest.raises(StateError, match="part is a part of pair, .* call its step"), part:
+        pass
+    with part.reads:
+        assert device.depth == 1
+        with pytest.raises(StateError, match="a call is running"), part.reads:
+            pass
+    with driver, part:
+        assert device.depth == 2
+    with pytest.raises(InputError), driver:
+        raise InputError("no")
+    with pytest.raises(StateError, match="is a part of pair"), part:
+        pass
+    assert device.depth == 0
+    part.close()
+    with pytest.raises(StateError, match="closed"), part.reads:
+        pass
+
+
 def test_a_call_inside_a_call_gives_the_device_back_once_each(device: CountingDevice) -> None:
     guard = CallGuard(device, "thing", poisons=False)
     with guard:
