@@ -24,7 +24,6 @@ from numba_kv.batch.reuse_publishing import PrefixPublishing
 from numba_kv.context.engine_identity import engine_identity, row_identity
 from numba_kv.errors import InputError
 from numba_kv.geometry import check_count
-from numba_kv.kernels.block_names import with_compiled_chain
 from numba_kv.ledger.reuse.eviction import Wanted
 from numba_kv.ledger.reuse.groups import reuse_groups
 from numba_kv.ledger.reuse.policy import PublishPolicy
@@ -74,6 +73,8 @@ class BatchReuse:
         pools: KVCacheManager,
         kept_states: Memory | None,
     ) -> None:
+        from numba_kv.kernels.block_names import with_compiled_chain  # compiled when it is imported
+
         plan, ledger = stepper.plan, stepper.ledger
         self.policy = options.policy
         self._engine = engine_identity(plan.config, options.weights, options.scales)
