@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 __all__ = ["HostDevice"]
 
+#: How many times its memory a machine may be asked for.
+_TIMES = 4
+
 
 class HostDevice(Device):
     """Device of the `cpu` and `sim` targets, in NumPy memory."""
@@ -35,13 +38,15 @@ class HostDevice(Device):
     def allocate(self, nbytes: int) -> Memory:
         """Return zeroed host memory; large blocks are committed as they are touched.
 
-        So a system gives more than it has, and ends the process that uses it: together with what is held, blocks are at most
-        the machine's memory.
+        Pools that nobody writes take nothing, and a replay of bookkeeping may plan for more than the machine has. But a system
+        that is asked for many times what it has gives that, too, and ends the process that uses it: what is held and wanted
+        together is at most `_TIMES` the machine's memory.
         """
-        free = self._physical_nbytes - self.memory.current_bytes
+        free = _TIMES * self._physical_nbytes - self.memory.current_bytes
         if nbytes > free:
             raise CapacityError(
-                f"host memory: {nbytes} bytes are wanted, {free} of the machine's {self._physical_nbytes} are not held here",
+                f"host memory: {nbytes} bytes are wanted beside {self.memory.current_bytes} that are held, more than {_TIMES} times "
+                f"the machine's {self._physical_nbytes}",
                 needed=nbytes,
                 free=free,
             )
