@@ -45,8 +45,8 @@ class HostDevice(Device):
         free = _TIMES * self._physical_nbytes - self.memory.current_bytes
         if nbytes > free:
             raise CapacityError(
-                f"host memory: {nbytes} bytes are wanted beside {self.memory.current_bytes} that are held, more than {_TIMES} times "
-                f"the machine's {self._physical_nbytes}",
+                f"host memory: {nbytes} bytes are wanted beside {self.memory.current_bytes} that are held, more than "
+                f"{_TIMES} times the machine's {self._physical_nbytes}",
                 needed=nbytes,
                 free=free,
             )

@@ -136,7 +136,7 @@ def test_the_host_does_not_give_many_times_what_the_machine_has() -> None:
     if device.target == "cuda" or "SC_PHYS_PAGES" not in os.sysconf_names:
         pytest.skip("the driver knows what a device has, and this system does not say what the host has")
     whole = 4 * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    with pytest.raises(CapacityError, match=f"{whole + 1} bytes are wanted beside 0 that are held, more than 4 times") as caught:
+    with pytest.raises(CapacityError, match=f"{whole + 1} bytes are wanted beside 0 .*more than 4 times") as caught:
         device.allocate(whole + 1)
     assert (caught.value.needed, caught.value.free) == (whole + 1, whole)
     held = device.allocate(3 << 20)
