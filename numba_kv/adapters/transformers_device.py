@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from numba_kv.device import resolve_target
-from numba_kv.errors import InputError
+from numba_kv.errors import CapacityError, InputError
+from numba_kv.plan import plan_memory
 from numba_kv.shared_resources import SharedResources
 
 if TYPE_CHECKING:
@@ -26,6 +28,8 @@ def open_resources(config: LLMEngineConfig, place: Any, target: str | None, memo
     ------
     InputError
         If `target` cannot serve a model there.
+    CapacityError
+        If a host has not the memory that the caches take once they are full.
     PlanError, TargetError
         See `SharedResources.create_for_llm`.
 
@@ -35,6 +39,8 @@ def open_resources(config: LLMEngineConfig, place: Any, target: str | None, memo
     if place.type not in ("cuda", "cpu") or (name == "cuda") != (place.type == "cuda"):
         raise InputError(f"target: {name!r} cannot serve a model on {place}; put the model there, or leave target out")
     stream = _current_stream(place) if name == "cuda" else None
+    if name != "cuda":
+        _check_host(plan_memory(config, memory_bytes).nbytes)
     return SharedResources.create_for_llm(
         config, stream=stream, target=name, device=place.index or 0, memory_bytes=memory_bytes
     )
@@ -45,6 +51,20 @@ def follow_stream(resources: SharedResources, place: Any) -> None:
     stream = _current_stream(place)
     if int(getattr(stream, "cuda_stream", stream)) != resources.stream.handle:
         resources.hand_over(stream)
+
+
+def _check_host(nbytes: int) -> None:
+    """Raise CapacityError if the machine has less memory: a system gives more than it has, and later ends who uses it."""
+    try:
+        whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, OSError, ValueError):  # a system that does not tell
+        return
+    if 0 < whole < nbytes:
+        raise CapacityError(
+            f"caches of {nbytes} bytes are wanted, the machine has {whole}; lower max_batch or max_tokens",
+            needed=nbytes,
+            free=whole,
+        )
 
 
 def _host_target() -> str:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import os
-import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -12,7 +10,7 @@ from numba_kv.device.device import Device
 from numba_kv.device.graph import Graph, HostGraph
 from numba_kv.device.memory import Memory, host_memory
 from numba_kv.device.stream import HostStream, Stream
-from numba_kv.errors import CapacityError, InputError
+from numba_kv.errors import InputError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -22,9 +20,6 @@ if TYPE_CHECKING:
 
 __all__ = ["HostDevice"]
 
-#: How many times its memory a machine may be asked for.
-_TIMES = 4
-
 
 class HostDevice(Device):
     """Device of the `cpu` and `sim` targets, in NumPy memory."""
@@ -33,23 +28,9 @@ class HostDevice(Device):
         super().__init__()
         self.target = target
         self.stream = HostStream()
-        self._physical_nbytes = _physical_nbytes()
 
     def allocate(self, nbytes: int) -> Memory:
-        """Return zeroed host memory; large blocks are committed as they are touched.
-
-        Pools that nobody writes take nothing, and a replay of bookkeeping may plan for more than the machine has. But a system
-        that is asked for many times what it has gives that, too, and ends the process that uses it: what is held and wanted
-        together is at most `_TIMES` the machine's memory.
-        """
-        free = _TIMES * self._physical_nbytes - self.memory.current_bytes
-        if nbytes > free:
-            raise CapacityError(
-                f"host memory: {nbytes} bytes are wanted beside {self.memory.current_bytes} that are held, more than "
-                f"{_TIMES} times the machine's {self._physical_nbytes}",
-                needed=nbytes,
-                free=free,
-            )
+        """Return zeroed host memory; large blocks are committed as they are touched."""
         return host_memory(nbytes, self.memory)
 
     def allocate_staging(self, nbytes: int) -> Memory:
@@ -92,12 +73,3 @@ class HostDevice(Device):
         """Return at once: nothing is ever pending."""
         if stream is not None and not isinstance(stream, int):
             raise InputError(f"stream: {stream!r} cannot be used on the {self.target!r} target; pass None")
-
-
-def _physical_nbytes() -> int:
-    """Return the machine's memory; where the system does not tell, more than any has."""
-    try:
-        nbytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, OSError, ValueError):  # no such call, or it does not know the name
-        return sys.maxsize
-    return nbytes if nbytes > 0 else sys.maxsize

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import numpy as np
@@ -129,3 +130,12 @@ def test_most_tokens_of_a_step(kind: Any, most: Any, target: str) -> None:
     model = tiny("llama", target)
     with pytest.raises(InputError, match=f"max_batch_tokens: {most} is not an integer from 1"):
         kind.for_model(model, max_batch=1, max_tokens=8, max_batch_tokens=most, target=target)
+
+
+@pytest.mark.skipif("SC_PHYS_PAGES" not in getattr(os, "sysconf_names", {}), reason="this system does not say what it has")
+def test_caches_that_the_host_cannot_hold_are_refused(target: str) -> None:
+    """The system would give the memory, and end the process when it is used."""
+    if target == "cuda":
+        pytest.skip("the driver knows what a device has")
+    with pytest.raises(CapacityError, match="bytes are wanted, the machine has .* lower max_batch or max_tokens"):
+        PagedCache.for_model(tiny("llama", target), max_batch=1, max_tokens=1 << 30, target=target)
