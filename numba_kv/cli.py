@@ -118,9 +118,9 @@ def _add_replay(parser: argparse.ArgumentParser) -> None:
     )
     text = "keep what prompts compute for later ones that begin alike; the trace needs hash_ids"
     parser.add_argument("--reuse", action="store_true", help=text)
-    text = "with --reuse: keep window pages and states after every N tokens of a prompt too (default 8192; 0: never)"
+    text = "with --reuse: keep window pages and states after every N tokens of a prompt too (default 4096; 0: never)"
     parser.add_argument("--reuse-every", type=_integer(0), metavar="N", help=text)
-    text = "with --reuse: pages for copies in each window's pool (default: as many as all rings have)"
+    text = "with --reuse: pages for copies in each window's pool (default: two rings for --reuse-every tokens of full pages)"
     parser.add_argument("--kept-window-pages", type=_integer(1), metavar="N", help=text)
     text = "with --reuse: pages of the full-attention pool (default: every row at full length, or what --memory leaves of it)"
     parser.add_argument("--kv-pages", type=_integer(1), metavar="N", help=text)

@@ -18,7 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from numba_kv.config import DeploymentConfig, LLMEngineConfig, load_engine_config
 from numba_kv.config.read import show, show_path
 from numba_kv.errors import ConfigError, InputError
-from numba_kv.geometry import INT32_MAX, round_up
+from numba_kv.geometry import INT32_MAX, ceil_div, round_up
 from numba_kv.plan import plan_memory
 from numba_kv.replay.fit import most_rows
 from numba_kv.replay.generate import GeneratorOptions, generate_trace
@@ -110,7 +110,7 @@ def _replay(args: Namespace) -> None:
     capacity = args.capacity or min(most + proposed, round_up(trace.longest + proposed, 256))
     config = load_model(args, rows=rows, capacity=capacity, max_batch_tokens=rows + args.chunk)
     if args.reuse:
-        config = _with_kept(replace(config, num_kv_pages=args.kv_pages), args.kept_window_pages, args.kept_states)
+        config = _with_kept(replace(config, num_kv_pages=args.kv_pages), args)
     deployment = None if args.draft is None else _with_draft(args, config, rows, capacity)
     job = _Job(
         config=config,
@@ -140,7 +140,7 @@ def _replay(args: Namespace) -> None:
 def _check_partners(args: Namespace) -> None:
     """Refuse options that say something about what is not asked for, and give the others their defaults."""
     for partner, is_given, options in (
-        ("--reuse", args.reuse, {"reuse_every": 8192, "kept_window_pages": None, "kept_states": None, "host_memory": 0}),
+        ("--reuse", args.reuse, {"reuse_every": 4096, "kept_window_pages": None, "kept_states": None, "host_memory": 0}),
         ("--draft", args.draft is not None, {"draft_steps": 3, "draft_branches": 1, "acceptance": 0.7}),
     ):
         for name, default in options.items():
@@ -158,14 +158,22 @@ def _with_draft(args: Namespace, base: LLMEngineConfig, rows: int, capacity: int
     return chain_or_tree(base, draft, steps, branches)
 
 
-def _with_kept(config: LLMEngineConfig, window_pages: int | None, states: int | None) -> LLMEngineConfig:
-    """Return a configuration that plans room for what a replay keeps beside full pages."""
-    rows = config.max_batch_size
-    rings = [group.ring for group in plan_memory(config).groups[1:]]
-    pages = rows * max(rings, default=0) if window_pages is None else window_pages
-    slots = rows if states is None else states
+def _with_kept(config: LLMEngineConfig, args: Namespace) -> LLMEngineConfig:
+    """Return a configuration that plans room for what a replay keeps beside full pages.
+
+    Without options, two rings for every ``--reuse-every`` tokens that the full pool holds (prompts are kept at that distance, and
+    at their ends and branches), and as many states as rows.
+    """
+    rows, groups = config.max_batch_size, plan_memory(config).groups
+    ring = max((group.ring for group in groups[1:]), default=0)
+    pages, slots = args.kept_window_pages, args.kept_states
+    if pages is None:
+        points = ceil_div(groups[0].usable_pages * config.page_tokens, args.reuse_every) if args.reuse_every else 0
+        pages = max(rows, 2 * points) * ring
     return replace(
-        config, kept_window_pages=pages if rings else 0, kept_states=slots if config.recurrent_layer is not None else 0
+        config,
+        kept_window_pages=pages if ring else 0,
+        kept_states=(rows if slots is None else slots) if config.recurrent_layer is not None else 0,
     )
 
 

@@ -47,7 +47,7 @@ class ReplayReuse:
         Page-locked memory for what the device gives up.
     """
 
-    every_tokens: int = 8192
+    every_tokens: int = 4096
     max_blocks: int | None = None
     host_bytes: int = 0
 
