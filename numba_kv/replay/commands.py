@@ -161,8 +161,8 @@ def _with_draft(args: Namespace, base: LLMEngineConfig, rows: int, capacity: int
 def _with_kept(config: LLMEngineConfig, args: Namespace) -> LLMEngineConfig:
     """Return a configuration that plans room for what a replay keeps beside full pages.
 
-    Without options, two rings for every ``--reuse-every`` tokens that the full pool holds (prompts are kept at that distance, and
-    at their ends and branches), and as many states as rows.
+    Without options, two rings for every ``--reuse-every`` tokens that the full pool holds (prompts are kept at that distance,
+    and at their ends and branches), and as many states as rows.
     """
     rows, groups = config.max_batch_size, plan_memory(config).groups
     ring = max((group.ring for group in groups[1:]), default=0)
