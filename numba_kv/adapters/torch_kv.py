@@ -120,6 +120,7 @@ class TorchKV:
 
 
 def _median_us(work: Callable[[], object], repeat: int = 15, inner: int = 5) -> float:
+    """Return the median time of `work`: several between two events, the first of them behind work that is not timed."""
     import torch
 
     for _ in range(2):
@@ -127,6 +128,7 @@ def _median_us(work: Callable[[], object], repeat: int = 15, inner: int = 5) -> 
     times = []
     for _ in range(repeat):
         torch.cuda.synchronize()
+        work()
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
         for _ in range(inner):

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from numba_kv.device.cuda_device import CudaDevice
 from numba_kv.errors import ShapeError
 from numba_kv.geometry import ceil_div
 
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
     from numba_kv.device import Device, Stream, Tensor
     from numba_kv.kernels.jit import Kernel, Launch
 
-__all__ = ["RowLaunch", "Shape", "threads_for"]
+__all__ = ["RowLaunch", "Shape", "known_scalars", "threads_for"]
 
 _WARP = 32
 _MAX_THREADS = 256
@@ -22,6 +23,24 @@ _MAX_THREADS = 256
 def threads_for(units: int) -> int:
     """Return the threads of a block that has `units` pieces of work."""
     return min(_MAX_THREADS, max(_WARP, ceil_div(units, _WARP) * _WARP))
+
+
+def known_scalars(
+    device: Device, values: dict[str, Tensor | int], tensors: dict[str, Tensor | None], open_names: tuple[str, ...]
+) -> dict[str, int]:
+    """Take from `values`, and return, the scalars that a kernel for `device` is compiled with: on a GPU most of them.
+
+    A model has few shapes and strides, and they are most of what a small call would wait for. Open are `open_names`, and the
+    strides of ``tensors`` [T, H, D] whose heads do not lie together: they differ with the number of tokens.
+    """
+    if not isinstance(device, CudaDevice):
+        return {}
+    apart = {name for name, t in tensors.items() if t is not None and t.shape[1] > 1 and t.strides[1] != t.shape[2]}
+    left = {*open_names, *(f"{name}_{axis}" for name in apart for axis in ("token", "head"))}
+    known = {name: value for name, value in values.items() if isinstance(value, int) and name not in left}
+    for name in known:
+        del values[name]
+    return known
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from numba_kv.cache.kv_launch import RowLaunch, Shape, threads_for
+from numba_kv.cache.kv_launch import RowLaunch, Shape, known_scalars, threads_for
 from numba_kv.cache.kv_overlap import check_rows
 from numba_kv.device import Memory, MemoryStats, Tensor
 from numba_kv.device.interop import as_tensor
@@ -26,11 +26,13 @@ from numba_kv.kernels.wide_rows import EIGHT, RAW, reciprocal
 if TYPE_CHECKING:
     from numba_kv.device import Device
 
-__all__ = ["bind_rows", "check_aligned", "dense", "flat", "flat_slab", "is_wide", "reshaped", "unowned"]
+__all__ = ["NARROW", "bind_rows", "check_aligned", "dense", "flat", "flat_slab", "is_wide", "reshaped", "unowned"]
 
 _UNITS = {1: dtype("uint8"), 2: dtype("uint16"), 4: dtype("uint32"), 8: dtype("uint64")}
 _WORD = 8
 _WIDE = 16
+#: Least number that kernels of wide accesses do not take as a stride in bytes, or as a slot.
+NARROW = 1 << 31
 #: Units that a block should have, one a thread, and from so many tokens on.
 _FEW_UNITS, _MANY_TOKENS, _MANY_UNITS = 64, 2048, 128
 #: Kinds of the dense arrays; float8 is moved between float8 pools and float8 arrays as it is.
@@ -192,7 +194,10 @@ def is_wide(size: int, *places: int) -> bool:
 
 
 def _is_wide(pool: Tensor, k: Tensor, v: Tensor, strides: dict[str, int]) -> bool:
-    """Return whether every unit lies on a boundary of its own size, or of 16 bytes."""
+    """Return whether every unit lies on a boundary of its own size, or of 16 bytes, and numbers fit 32 bits."""
+    slots = pool.shape[1] * pool.shape[2]
+    if max(slots, *(_WORD * n for name, n in strides.items() if name != "pool_half")) > NARROW:
+        return False
     if (strides["row"] * pool.dtype.itemsize % _WIDE if k.dtype is pool.dtype else strides["row"] % EIGHT) != 0:
         return False
     for name, tensor in (("pool", pool), ("k", k), ("v", v)):
@@ -236,13 +241,15 @@ def _bind_wide(
         size = tensor.dtype.itemsize
         given[name] = flat(tensor, 1)
         given |= {key: n * size for key, n in strides.items() if key.startswith(f"{name}_")}
+    few, many = max(1, _FEW_UNITS // units), max(1, _MANY_UNITS // units)
     kernel = move_kv.fixed(
         write=int(write),
         kind=RAW if raw else KINDS[k.dtype.name],
         pool_kind=RAW if raw else KINDS[pool.dtype.name],
         has_heads=int(has_heads),
+        has_span=int(max(few, many) > 1),
+        **known_scalars(pool.device, given, {"k": k, "v": v}, ("tokens", "span", "num_slots", "pool_half")),
     )
-    few, many = max(1, _FEW_UNITS // units), max(1, _MANY_UNITS // units)
     shapes = [Shape(0, few, threads_for(few * units))]
     if many > few:
         shapes.append(Shape(_MANY_TOKENS, many, threads_for(many * units)))

@@ -28,8 +28,8 @@ __all__ = ["PageCopies"]
 
 #: Pairs of one launch.
 MAX_PAIRS = 1024
-#: Bytes of a page that one block copies.
-PART_NBYTES = 1 << 13
+#: Bytes of a page that one block copies, and its threads: two accesses each.
+PART_NBYTES, _THREADS = 1 << 12, 128
 _WORD, _WIDE = 8, 16
 
 
@@ -108,7 +108,7 @@ class PageCopies:
         if is_wide:
             kernel = copy_page_units
             values |= {"by_layers": reciprocal(layers), "by_halves": reciprocal(halves), "by_parts": reciprocal(parts)}
-        launch = kernel.bind(self._device, values)
+        launch = kernel.bind(self._device, values, threads=_THREADS)
         return launch, layers * halves * parts
 
 

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from numba_kv.cache.kv_launch import RowLaunch, Shape
-from numba_kv.cache.kv_operands import check_aligned, dense, flat, is_wide, unowned
+from numba_kv.cache.kv_launch import RowLaunch, Shape, known_scalars
+from numba_kv.cache.kv_operands import NARROW, check_aligned, dense, flat, is_wide, unowned
 from numba_kv.cache.kv_overlap import are_apart, check_written, meet, same_place
 from numba_kv.device import Tensor
 from numba_kv.device.interop import as_tensor
@@ -35,10 +35,8 @@ _KINDS = ("float32", "float16", "bfloat16")
 #: Channels of a unit, and units that a lane can add up one after the other.
 _UNIT, _MOST_UNITS = 16, 63
 _WARP = 32
-#: Threads of a block: as many as a token has work for, or from this many tokens on, fewer that work longer.
-_FEW_THREADS, _MANY_THREADS, _MANY_TOKENS = 384, 64, 2048
-#: Most threads of a block where nothing is aligned, which takes more registers.
-_NARROW_THREADS = 256
+#: Most threads of a block, which are as many as a token has work for; and where nothing is aligned, which takes more registers.
+_MOST_THREADS, _UNALIGNED_THREADS = 512, 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +165,8 @@ def rotary_rows(device: Device, value: Any, dim: int) -> Tensor:
             f"table: {tensor!r} given, dense float32 [S, R] wanted; "
             "of a table with several row sets, gather the rows of the step's tokens first"
         )
+    if not shape[-2]:
+        raise ShapeError("table: no rows given")
     if shape[-1] % 2 or not 2 <= shape[-1] <= dim:
         raise ShapeError(f"table: rows of {shape[-1]} given, an even number of channels up to the heads' {dim} wanted")
     check_aligned(tensor, "table")
@@ -271,13 +271,11 @@ def bind_rotation(pool: Tensor, call: Rotation, factors: Tensor | None, norm_bit
     weights = [w for w in (call.q_weight, call.k_weight) if w is not None]
     if weights and units > _MOST_UNITS:
         raise ShapeError(f"norm: heads of {dim} channels given, at most {_UNIT * (_MOST_UNITS - 1)} can be normalised")
-    team = min(_WARP, 1 << (units - 1).bit_length())
+    team = min(1 << (units - 1).bit_length(), _WARP, lanes_of(device, _WARP))
+    wide, single = _all_wide(pool, call, dim, rotary), units <= team
     work = (q_heads + 2 * heads) * team
-    wide, single = _all_wide(pool, call, dim, rotary), units <= min(team, lanes_of(device, _WARP))
-    few = min(_FEW_THREADS if wide and single else _NARROW_THREADS, ceil_div(work, _WARP) * _WARP)
-    shapes = [Shape(0, 1, few)]
-    if few > _MANY_THREADS:
-        shapes.append(Shape(_MANY_TOKENS, 1, _MANY_THREADS))
+    rounds = ceil_div(work, _MOST_THREADS if wide and single else _UNALIGNED_THREADS)
+    threads = ceil_div(ceil_div(work, rounds), _WARP) * _WARP
     values: dict[str, Tensor | int] = {
         "pool": flat(pool, 1),
         "q_weight": _bytes(call.q_weight, given),
@@ -291,8 +289,6 @@ def bind_rotation(pool: Tensor, call: Rotation, factors: Tensor | None, norm_bit
         "dim": dim,
         "rotary": rotary,
         "table_rows": 0 if call.table is None else call.table.shape[0],
-        "team_shift": team.bit_length() - 1,
-        "has_k_out": int(call.k_out is not None),
         "has_q_norm": int(call.q_weight is not None),
         "has_k_norm": int(call.k_weight is not None),
         "inverse_dim": int((np.float32(1.0) / np.float32(dim)).view(np.uint32)),
@@ -301,22 +297,31 @@ def bind_rotation(pool: Tensor, call: Rotation, factors: Tensor | None, norm_bit
         "shift": pool.shape[2].bit_length() - 1,
         "num_slots": (pool.shape[1] - RESERVED_PAGES) * pool.shape[2],
     }
+    arrays: dict[str, Tensor | None] = {name: getattr(call, name) for name in ("q", "k", "v", "q_out", "k_out")}
     for name, stride in zip(("half", "page", "token", "head"), pool.strides, strict=False):
         values[f"pool_{name}"] = stride * pool.dtype.itemsize
-    for name in ("q", "k", "v", "q_out", "k_out"):
-        tensor: Tensor | None = getattr(call, name)
+    for name, tensor in arrays.items():
         values[name] = _bytes(tensor, given)
         for axis, part in enumerate(("token", "head")):
-            values[f"{name}_{part}"] = 0 if tensor is None else tensor.strides[axis] * tensor.dtype.itemsize
+            matters = tensor is not None and tensor.shape[axis] > 1
+            values[f"{name}_{part}"] = tensor.strides[axis] * tensor.dtype.itemsize if matters else 0
+    if max(abs(n) for name, n in values.items() if name.endswith(("_token", "_head", "_page", "_slots"))) >= NARROW:
+        raise ShapeError("q, k, v, pool: strides of 2 GiB or more, or as many slots")
+    known = known_scalars(device, values, arrays, ("table_rows", "num_slots", "pool_half")) if wide else {}
     kernel = rotate_kv.fixed(
+        team_shift=team.bit_length() - 1,
+        has_table=int(call.table is not None),
+        has_k_out=int(call.k_out is not None),
         kind=KINDS[given.dtype.name],
         pool_kind=KINDS[pool.dtype.name if heads else given.dtype.name],
         weight_kind=KINDS[weights[0].dtype.name] if weights else NO_NORM,
         interleaved=int(call.interleaved),
         wide=int(wide),
         single=int(single),
+        exact=int(lanes_of(device, threads) == work),
+        **known,
     )
-    return RowLaunch(kernel, device, values, 1, call.tokens, *shapes, named=call.named)
+    return RowLaunch(kernel, device, values, 1, call.tokens, Shape(0, 1, threads), named=call.named)
 
 
 def _no(given: Tensor, kind: str) -> Tensor:

@@ -21,6 +21,9 @@ _NARROW = {
     "float8": ("cvt.rn.satfinite.e4m3x2.f32 $0, $1, $2;", "h", 8, 0x7F),
 }
 
+#: What ``createpolicy.fractional.L2::evict_last`` gives for all of an access.
+_EVICT_LAST = 0x14F0000000000000
+
 
 def _intrinsic() -> tuple[Any, Any, Any]:
     from llvmlite import ir
@@ -37,10 +40,10 @@ def _pointer(ir: Any, context: Any, builder: Any, array_type: Any, array: Any, a
     return builder.bitcast(place, ir.PointerType(element, 1))
 
 
-def load_bytes(count: int, *, once: bool = False) -> Any:
+def load_bytes(count: int, *, kept: bool = False) -> Any:
     """Return ``(memory, at) -> uint64``, or a pair of them for 16 bytes; `at` is a multiple of `count`.
 
-    With `once`, 16 bytes leave the nearest cache to what is read again.
+    With `kept`, 16 bytes are the last to leave the cache of the GPU.
 
     Loads of 8 and 16 bytes stay where they are written: the compiler would move them behind the branch that uses them, where
     they wait for what decides it.
@@ -55,8 +58,12 @@ def load_bytes(count: int, *, once: bool = False) -> Any:
         if count == 8:
             return builder.asm(ir.FunctionType(word, [word]), "ld.global.u64 $0, [$1];", "=l,l", [place], True)
         two = ir.FunctionType(ir.LiteralStructType([word, word]), [word])
-        text = f"ld.global{'.L1::no_allocate' if once else ''}.v2.u64 {{$0, $1}}, [$2];"
-        both = builder.asm(two, text, "=l,=l,l", [place], True)
+        if kept:
+            two = ir.FunctionType(ir.LiteralStructType([word, word]), [word, word])
+            text = "ld.global.L2::cache_hint.v2.u64 {$0, $1}, [$2], $3;"
+            both = builder.asm(two, text, "=l,=l,l,l", [place, ir.Constant(word, _EVICT_LAST)], True)
+        else:
+            both = builder.asm(two, "ld.global.v2.u64 {$0, $1}, [$2];", "=l,=l,l", [place], True)
         return context.make_tuple(builder, pair, [builder.extract_value(both, i) for i in range(2)])
 
     @intrinsic
@@ -74,25 +81,56 @@ def load_bytes(count: int, *, once: bool = False) -> Any:
     return load
 
 
-def store_bytes(count: int, *, streams: bool = True) -> Any:
+def store_bytes(count: int, *, guarded: bool = False) -> Any:
     """Return ``(memory, at, word)``, or ``(memory, at, low, high)`` for 16 bytes; `at` is a multiple of `count`.
 
-    With `streams`, what 16 bytes write is the first to leave the cache.
+    A guarded store, of 8 or 16 bytes, takes whether it is wanted behind these. It is one instruction without a branch: behind
+    a branch the compiler would put the loads of what is stored, too, to wait there for what decides it.
     """
     ir, types, intrinsic = _intrinsic()
+    word = ir.IntType(64)
+
+    def fixed_store(context: Any, builder: Any, memory: Any, arguments: Any) -> Any:
+        array, at, *parts = arguments
+        place = builder.ptrtoint(_pointer(ir, context, builder, memory, array, at, ir.IntType(8)), word)
+        kinds, names = [word] * (1 + count // 8), "$1" if count == 8 else "{$1, $2}"
+        text = f"st.global{'.v2' if count == 16 else ''}.u64 [$0], {names};"
+        constraints = ",".join("l" * len(kinds))
+        if guarded:
+            parts[-1] = builder.zext(parts[-1], ir.IntType(32))
+            text = f"{{ .reg .pred p; setp.ne.u32 p, ${len(kinds)}, 0; @p {text} }}"
+            kinds, constraints = [*kinds, ir.IntType(32)], f"{constraints},r"
+        builder.asm(ir.FunctionType(ir.VoidType(), kinds), text, f"{constraints},~{{memory}}", [place, *parts], True)
+        return context.get_dummy_value()
+
+    if guarded and count == 8:
+
+        @intrinsic
+        def store_word_if(typingctx, memory, at, word, is_wanted):
+            def codegen(context, builder, signature, arguments):
+                return fixed_store(context, builder, memory, arguments)
+
+            return types.void(memory, at, types.uint64, types.boolean), codegen
+
+        return store_word_if
+
+    if guarded:
+
+        @intrinsic
+        def store_pair_if(typingctx, memory, at, low, high, is_wanted):
+            def codegen(context, builder, signature, arguments):
+                return fixed_store(context, builder, memory, arguments)
+
+            return types.void(memory, at, types.uint64, types.uint64, types.boolean), codegen
+
+        return store_pair_if
 
     if count == 16:
 
         @intrinsic
         def store_pair(typingctx, memory, at, low, high):
             def codegen(context, builder, signature, arguments):
-                array, at, *parts = arguments
-                word = ir.IntType(64)
-                place = builder.ptrtoint(_pointer(ir, context, builder, memory, array, at, ir.IntType(8)), word)
-                store = ir.FunctionType(ir.VoidType(), [word] * 3)
-                text = f"st.global{'.cs' if streams else ''}.v2.u64 [$0], {{$1, $2}};"
-                builder.asm(store, text, "l,l,l,~{memory}", [place, *parts], True)
-                return context.get_dummy_value()
+                return fixed_store(context, builder, memory, arguments)
 
             return types.void(memory, at, types.uint64, types.uint64), codegen
 
@@ -170,57 +208,67 @@ def _mended(ir: Any, builder: Any, packed: Any, values: Any, kind: str) -> Any:
     return mended
 
 
-def _narrowed(ir: Any, builder: Any, values: Any, kind: str, mends: bool) -> Any:
-    """Return float32 as a word of elements; whether any is NaN is asked once: a branch stands in its neighbours' way."""
+def _narrowed(ir: Any, builder: Any, values: Any, kind: str, mends: bool) -> list[Any]:
+    """Return float32 as words of elements; whether any is NaN is asked once: a branch stands in its neighbours' way."""
     text, letter, bits, _ = _NARROW[kind]
     word, f32 = ir.IntType(64), ir.FloatType()
     convert = ir.FunctionType(ir.IntType(2 * bits), [f32, f32])
-    packed = has_nan = None
-    for i in range(0, len(values), 2):
-        low, high = values[i], values[i + 1]
-        pair = builder.zext(builder.asm(convert, text, f"={letter},f,f", [high, low], False), word)
-        pair = builder.shl(pair, ir.Constant(word, bits * i))
-        is_nan = builder.fcmp_unordered("uno", low, high)
-        packed = pair if packed is None else builder.or_(packed, pair)
-        has_nan = is_nan if has_nan is None else builder.or_(has_nan, is_nan)
+    each = 64 // bits
+    parts = [values[i : i + each] for i in range(0, len(values), each)]
+    words, has_nan = [], None
+    for part in parts:
+        packed = None
+        for i in range(0, each, 2):
+            low, high = part[i], part[i + 1]
+            pair = builder.zext(builder.asm(convert, text, f"={letter},f,f", [high, low], False), word)
+            pair = builder.shl(pair, ir.Constant(word, bits * i))
+            is_nan = builder.fcmp_unordered("uno", low, high)
+            packed = pair if packed is None else builder.or_(packed, pair)
+            has_nan = is_nan if has_nan is None else builder.or_(has_nan, is_nan)
+        words.append(packed)
     if not mends:
-        return packed
+        return words
     before = builder.block
     with builder.if_then(has_nan, likely=False):
-        mended = _mended(ir, builder, packed, values, kind)
+        mended = [_mended(ir, builder, *each, kind) for each in zip(words, parts, strict=True)]
         inside = builder.block
-    found = builder.phi(word)
-    found.add_incoming(packed, before)
-    found.add_incoming(mended, inside)
+    found = []
+    for packed, whole in zip(words, mended, strict=True):
+        found.append(builder.phi(word))
+        found[-1].add_incoming(packed, before)
+        found[-1].add_incoming(whole, inside)
     return found
 
 
 def narrow_elements(kind: str, *, mends: bool = True) -> Any:
-    """Return ``float32 of each element -> word``, rounded to nearest even; float8 saturates.
+    """Return ``eight float32 -> word``, or two words of types of 16 bits; rounded to nearest even; float8 saturates.
 
-    With `mends` a NaN is the one NaN of its sign; without, it is what the instruction makes of it: all ones, positive.
+    With `mends` a NaN is the one NaN of its sign. Without, it is what the instruction makes of it, all ones, positive; then
+    types of 16 bits come in fours: ``four float32 -> word``.
     """
     ir, types, intrinsic = _intrinsic()
+    result = types.uint64 if kind == "float8" else types.UniTuple(types.uint64, 2)
 
-    if kind == "float8":
+    if not mends:
 
         @intrinsic
-        def narrow_eight(typingctx, a, b, c, d, e, f, g, h):
+        def narrow_four(typingctx, a, b, c, d):
             def codegen(context, builder, signature, arguments):
-                return _narrowed(ir, builder, arguments, kind, mends)
+                return _narrowed(ir, builder, arguments, kind, False)[0]
 
-            return types.uint64(*[types.float32] * 8), codegen
+            return types.uint64(*[types.float32] * 4), codegen
 
-        return narrow_eight
+        return narrow_four
 
     @intrinsic
-    def narrow_four(typingctx, a, b, c, d):
+    def narrow_eight(typingctx, a, b, c, d, e, f, g, h):
         def codegen(context, builder, signature, arguments):
-            return _narrowed(ir, builder, arguments, kind, mends)
+            words = _narrowed(ir, builder, arguments, kind, True)
+            return words[0] if kind == "float8" else context.make_tuple(builder, result, words)
 
-        return types.uint64(*[types.float32] * 4), codegen
+        return result(*[types.float32] * 8), codegen
 
-    return narrow_four
+    return narrow_eight
 
 
 def round_elements(kind: str) -> Any:

@@ -17,13 +17,12 @@ import numpy as np
 
 from numba_kv.kernels.bits import float_of
 from numba_kv.kernels.routines import routine
-from numba_kv.kernels.wide_rows import element_nbytes, load_raw, load_raw_once, load_some, store_raw, store_some
+from numba_kv.kernels.wide_rows import element_nbytes, load_raw, load_some, store_raw, store_some
 from numba_kv.kernels.wide_values import inverse_root, minus, plus, times
 
 __all__ = [
     "close_tree",
     "get_run",
-    "get_run_once",
     "grow_tree",
     "norm_factor",
     "normalised",
@@ -48,30 +47,21 @@ def unit_runs(c, rotary_units, rotary, dim, interleaved):
 
 
 @routine
-def get_run(memory, at, first, count, kind, wide):
+def get_run(memory, at, first, count, kind, wide, kept):
     """Return a run of the head at byte `at`, raw; `wide` runs are eight channels on a boundary of theirs."""
     place = at + first * element_nbytes(kind)
     if wide:
-        return load_raw(memory, place, kind)
+        return load_raw(memory, place, kind, kept)
     return load_some(memory, place, kind, count)
 
 
 @routine
-def get_run_once(memory, at, first, count, kind, wide):
-    """Return what `get_run` does, of a run that nobody near reads again."""
+def put_run(memory, at, first, count, raw, kind, wide, is_wanted):
+    """Set a run of the head at byte `at`, if it is wanted."""
     place = at + first * element_nbytes(kind)
     if wide:
-        return load_raw_once(memory, place, kind)
-    return load_some(memory, place, kind, count)
-
-
-@routine
-def put_run(memory, at, first, count, raw, kind, wide):
-    """Set a run of the head at byte `at`."""
-    place = at + first * element_nbytes(kind)
-    if wide:
-        store_raw(memory, place, raw, kind)
-    else:
+        store_raw(memory, place, raw, kind, is_wanted)
+    elif is_wanted:
         store_some(memory, place, raw, kind, count)
 
 

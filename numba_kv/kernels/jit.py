@@ -12,7 +12,7 @@ A kernel is written as the work of one item::
 arguments once; a launch is then one call that passes nothing but the parameter block::
 
     word    0      1 ..............................
-            items  address, extents | value | ...          in the order of declaration
+            items  address, extents | value | ...          in the order of declaration; of `memory` the address alone
 
 What a kernel calls is declared in `routines`. `Kernel.fixed` makes scalars constants of the compiled kernel: what they decide
 costs nothing when it runs.
@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from operator import index
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
@@ -29,9 +30,10 @@ from typing import TYPE_CHECKING, Any
 from numba_kv.device.cuda_device import CudaDevice
 from numba_kv.device.device import Device
 from numba_kv.device.tensor import Tensor
+from numba_kv.dtypes import dtype
 from numba_kv.errors import InputError, InvariantError
 from numba_kv.kernels.routines import module_function, routines_of
-from numba_kv.kernels.spec import Argument, array
+from numba_kv.kernels.spec import Argument
 
 if TYPE_CHECKING:
     import numpy as np
@@ -79,7 +81,7 @@ class Kernel:
         self.name = self.function.__name__
         self.arguments = arguments
         self.open = frozenset(open_scalars)
-        self._variants: dict[tuple[int, ...], Kernel] = {}
+        self._variants: dict[tuple[int | None, ...], Kernel] = {}
         self.block_form = block_form
         leading = ["item", "lane", "lanes"] if block_form else ["item"]
         names = list(inspect.signature(function).parameters)
@@ -89,20 +91,20 @@ class Kernel:
             )
 
     def fixed(self, **values: int) -> Kernel:
-        """Return the kernel whose open scalars are constants; equal values give the same object.
+        """Return the kernel whose open scalars, and others that are given, are constants; equal values give the same object.
 
         Raises
         ------
         InputError
-            If other scalars than the open ones are given.
+            If an open scalar is missing, or what is given is none of its scalars.
         """
-        if set(values) != self.open:
+        if not self.open <= set(values) <= set(self.arguments):
             raise InputError(f"kernel {self.name}: {sorted(values)} given, its open scalars {sorted(self.open)} wanted")
-        key = tuple(index(values[name]) for name in self.arguments if name in self.open)
+        key = tuple(None if (value := values.get(name)) is None else index(value) for name in self.arguments)
         if key not in self._variants:
-            arguments = {n: a.fixed(values[n]) if n in self.open else a for n, a in self.arguments.items()}
+            arguments = {n: a.fixed(values[n]) if n in values else a for n, a in self.arguments.items()}
             made = Kernel(self.function, arguments, self.block_form)
-            made.name = f"{self.name}_{'_'.join(map(str, key))}".replace("-", "m")
+            made.name = "_".join([self.name, *(str(n) for n in key if n is not None)]).replace("-", "m")
             self._variants[key] = made
         return self._variants[key]
 
@@ -117,7 +119,7 @@ class Kernel:
         for each in kinds:
             if each not in self.arguments or self.arguments[each].dtype is None:
                 raise InputError(f"kernel {self.name}: {each!r} is not one of its arrays")
-        arguments = {n: a if n not in kinds else array(kinds[n], a.ndim) for n, a in self.arguments.items()}
+        arguments = {n: a if n not in kinds else replace(a, dtype=dtype(kinds[n])) for n, a in self.arguments.items()}
         made = Kernel(self.function, arguments, self.block_form, self.open)
         made.name = name
         return _registered(made)

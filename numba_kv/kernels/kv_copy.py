@@ -10,7 +10,7 @@ import numpy as np
 from numba_kv.kernels.jit import kernel
 from numba_kv.kernels.spec import array, scalar
 from numba_kv.kernels.wide_access import load_16, store_16
-from numba_kv.kernels.wide_rows import divided
+from numba_kv.kernels.wide_rows import divided, product
 
 __all__ = ["copy_page_bytes", "copy_page_units", "copy_page_words"]
 
@@ -109,31 +109,26 @@ def copy_page_units(
 ):
     """Copy pages whose size and place are multiples of 16 bytes: `copy_page_words`, but sizes are in bytes.
 
-    Four units of 16 bytes are on their way at once. ``by_*`` are the reciprocals of what they name.
+    Two units of 16 bytes are on their way at once. ``by_*`` are the reciprocals of what they name.
     """
     plane = divided(np.int64(item), parts, by_parts)
-    first = (np.int64(item) - plane * parts) * part_size
+    first = product(np.int64(item) - product(plane, parts), part_size)
     layer = divided(plane, halves, by_halves)
-    half = plane - layer * halves
+    half = plane - product(layer, halves)
     pair = divided(layer, layers, by_layers)
-    layer -= pair * layers
+    layer -= product(pair, layers)
     source, target = np.int64(pairs[pair, 0]), np.int64(pairs[pair, 1])
     if source >= 0 and source < num_pages and target >= 0 and target < num_targets:
         base = layer * layer_stride + half * half_stride + first
-        at, to = base + source * page_size, base + target * page_size
+        at, to = base + product(source, page_size), base + product(target, page_size)
         step, stop = 16 * np.int64(lanes), min(part_size, page_size - first)
         j = 16 * np.int64(lane)
-        while j + 3 * step < stop:
+        while j + step < stop:
             a0, a1 = load_16(slab, at + j)
             b0, b1 = load_16(slab, at + j + step)
-            c0, c1 = load_16(slab, at + j + 2 * step)
-            d0, d1 = load_16(slab, at + j + 3 * step)
             store_16(slab, to + j, a0, a1)
             store_16(slab, to + j + step, b0, b1)
-            store_16(slab, to + j + 2 * step, c0, c1)
-            store_16(slab, to + j + 3 * step, d0, d1)
-            j += 4 * step
-        while j < stop:
+            j += 2 * step
+        if j < stop:
             a0, a1 = load_16(slab, at + j)
             store_16(slab, to + j, a0, a1)
-            j += step

@@ -5,7 +5,8 @@ The heads of a token are one list, ``Q | K | V``. A team of lanes has a head, an
 
     item: a token        lane: t of team g        heads g, g + teams, ...        units t, t + team, ...
 
-A head's raw elements are loaded while the head before it is worked on.
+What is read of Q, K and V is asked for before the token's slot and position are known; stores have no branch. Strides, but that
+of a half, and slots are below 2**31, so that products are those of 32 bits.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from numba_kv.kernels.bits import FLOAT8, FLOAT32, float_of
 from numba_kv.kernels.head_units import (
     close_tree,
     get_run,
-    get_run_once,
     grow_tree,
     norm_factor,
     normalised,
@@ -26,11 +26,10 @@ from numba_kv.kernels.head_units import (
     unit_runs,
 )
 from numba_kv.kernels.jit import kernel
-from numba_kv.kernels.kv_write import slot_offset
 from numba_kv.kernels.lanes import team_sum
 from numba_kv.kernels.routines import routine
-from numba_kv.kernels.spec import array, scalar
-from numba_kv.kernels.wide_rows import floats_of, raw_of, rescaled
+from numba_kv.kernels.spec import memory, scalar
+from numba_kv.kernels.wide_rows import floats_of, product, raw_of, rescaled, slot_place
 
 __all__ = ["NO_NORM", "rotate_kv"]
 
@@ -39,64 +38,61 @@ NO_NORM = -1
 
 
 @routine
-def head_at(head, token, q_heads, heads, q_token, q_head, k_token, k_head, v_token, v_head):
-    """Return where a head of the list begins in its memory."""
-    if head < q_heads:
-        return token * q_token + head * q_head
-    head -= q_heads
-    if head < heads:
-        return token * k_token + head * k_head
-    return token * v_token + (head - heads) * v_head
-
-
-@routine
-def both_runs(q, k, v, head, at, q_heads, heads, runs, is_there, kind, wide):
-    """Return the runs of a unit of a head, raw; zeros if it is not there."""
-    none = np.uint64(0)
-    a, b = (none, none, none, none), (none, none, none, none)
+def both_runs(memory, at, runs, kind, wide):
+    """Return the runs of a unit, raw."""
     first, count, second, rest = runs
-    if is_there:
-        memory = v
-        if head < q_heads:
-            memory = q
-        elif head < q_heads + heads:
-            memory = k
-        a = get_run_once(memory, at, first, count, kind, wide)
-        b = get_run_once(memory, at, second, rest, kind, wide)
-    return a, b
+    return get_run(memory, at, first, count, kind, wide, False), get_run(memory, at, second, rest, kind, wide, False)
 
 
 @routine
-def stored(floats, raw, is_new, kind, pool_kind, factor):
-    """Return a run as the pool has it, of its float32; elements that are not new keep their bits if the type stays."""
-    if not is_new and kind == pool_kind:
-        return raw
-    if pool_kind == FLOAT8 and kind != FLOAT8:
-        floats = rescaled(floats, factor)
-    return raw_of(floats, pool_kind)
+def put_both(memory, at, runs, a, b, kind, wide, is_wanted):
+    """Set the runs of a unit, if it is wanted."""
+    first, count, second, rest = runs
+    put_run(memory, at, first, count, a, kind, wide, is_wanted)
+    put_run(memory, at, second, rest, b, kind, wide, is_wanted)
+
+
+@routine
+def rotary_unit(table, row_at, c, pairs, wide):
+    """Return cosines and sines of a rotary unit, which tokens of other rows read again."""
+    count = min(np.int64(8), pairs - 8 * c)
+    cosines = floats_of(get_run(table, row_at, 8 * c, count, FLOAT32, wide, True), FLOAT32)
+    return cosines, floats_of(get_run(table, row_at, pairs + 8 * c, count, FLOAT32, wide, True), FLOAT32)
 
 
 @kernel(
     block_form=True,
-    open_scalars=("kind", "pool_kind", "weight_kind", "interleaved", "wide", "single"),
-    q=array("uint8"),
-    k=array("uint8"),
-    v=array("uint8"),
-    pool=array("uint8"),
-    q_out=array("uint8"),
-    k_out=array("uint8"),
-    q_weight=array("uint8"),
-    k_weight=array("uint8"),
-    table=array("uint8"),
-    positions=array("int32"),
-    slots=array("int64"),
-    factors=array("float32"),
+    open_scalars=(
+        "team_shift",
+        "has_table",
+        "has_k_out",
+        "kind",
+        "pool_kind",
+        "weight_kind",
+        "interleaved",
+        "wide",
+        "single",
+        "exact",
+    ),
+    q=memory("uint8"),
+    k=memory("uint8"),
+    v=memory("uint8"),
+    pool=memory("uint8"),
+    q_out=memory("uint8"),
+    k_out=memory("uint8"),
+    q_weight=memory("uint8"),
+    k_weight=memory("uint8"),
+    table=memory("uint8"),
+    positions=memory("int32"),
+    slots=memory("int64"),
+    factors=memory("float32"),
     q_heads=scalar(),
     heads=scalar(),
     dim=scalar(),
     rotary=scalar(),
     table_rows=scalar(),
     team_shift=scalar(),
+    has_table=scalar(),
     has_k_out=scalar(),
     has_q_norm=scalar(),
     has_k_norm=scalar(),
@@ -125,6 +121,7 @@ def stored(floats, raw, is_new, kind, pool_kind, factor):
     interleaved=scalar(),
     wide=scalar(),
     single=scalar(),
+    exact=scalar(),
 )
 def rotate_kv(
     item,
@@ -148,6 +145,7 @@ def rotate_kv(
     rotary,
     table_rows,
     team_shift,
+    has_table,
     has_k_out,
     has_q_norm,
     has_k_norm,
@@ -176,124 +174,117 @@ def rotate_kv(
     interleaved,
     wide,
     single,
+    exact,
 ):
     """Normalise and rotate Q and K of a token, write K and V to its slot, Q to `q_out`, K to `k_out`; strides in bytes.
 
     A slot outside [0, num_slots) drops K and V, but not Q and `k_out`. A position outside of the table drops K and V, and Q and
-    `k_out` become zeros. `single`: a lane has one unit at most. `inverse_dim`, `eps` and `norm_offset` are the bits of float32.
-    `q_out` may be `q`, and `k_out` `k`.
+    `k_out` become zeros; a table has a row at least. `single`: a lane has one unit at most; `exact`: as many teams as heads.
+    `inverse_dim`, `eps` and `norm_offset` are the bits of float32. `q_out` may be `q`, and `k_out` `k`.
 
-    Item: a token; teams of ``2**team_shift`` lanes share its heads.
+    Item: a token; teams of ``2**team_shift`` lanes, at most all of them, share its heads.
     """
-    while np.int64(1) << team_shift > lanes:
-        team_shift -= 1
-    team, teams = np.int64(1) << team_shift, lanes >> team_shift
-    group, t = lane >> team_shift, lane & (team - 1)
+    team, teams = np.int64(1) << team_shift, np.int64(lanes) >> team_shift
+    group, t = np.int64(lane) >> team_shift, np.int64(lane) & (team - 1)
     token = np.int64(item)
     slot = slots[np.uint64(token)]
-    position = np.int64(0)
-    if rotary > 0:
+    to_slot = slot >= 0 and slot < num_slots
+    in_table, row_at = True, np.int64(0)
+    if has_table:
         position = np.int64(positions[np.uint64(token)])
+        in_table = position >= 0 and position < table_rows
+        to_slot = to_slot and in_table
+        if in_table:
+            row_at = product(position, 4 * rotary)
+    pairs = rotary >> 1
     rotary_units = (rotary + 15) >> 4
     units = rotary_units + ((dim - rotary + 15) >> 4)
+    rounds = (units + team - 1) >> team_shift
+    has_unit = t < units
+    unit = min(t, units - 1)
+    runs = unit_runs(unit, rotary_units, rotary, dim, interleaved)
     total = q_heads + 2 * heads
-    runs = unit_runs(np.int64(t), rotary_units, rotary, dim, interleaved)
-    head = np.int64(group)
-    at = head_at(head, token, q_heads, heads, q_token, q_head, k_token, k_head, v_token, v_head)
-    next_a, next_b = both_runs(q, k, v, head, at, q_heads, heads, runs, head < total and t < units, kind, wide)
-    in_table = rotary == 0 or (position >= 0 and position < table_rows)
-    to_slot = in_table and slot >= 0 and slot < num_slots
-    slot_at = np.int64(0)
-    if to_slot:
-        slot_at = slot_offset(slot, shift, pool_page, pool_token)
-    row_at = position * rotary * 4
+    slot_at = slot_place(slot, shift, pool_page, pool_token)
     none = np.uint64(0)
     empty = (none, none, none, none)
     cosines = floats_of(empty, FLOAT32)
     sines = cosines
-    first_cosines, first_sines = cosines, sines
-    pairs = rotary >> 1
-    if in_table and t < rotary_units:
-        count = min(np.int64(8), pairs - 8 * t)
-        first_cosines = floats_of(get_run(table, row_at, 8 * t, count, FLOAT32, wide), FLOAT32)
-        first_sines = floats_of(get_run(table, row_at, pairs + 8 * t, count, FLOAT32, wide), FLOAT32)
-    rounds = (units + team - 1) >> team_shift
     first = np.int64(0)
-    while first < total:  # as often for every lane: teams add up their squares together
-        head = first + group
-        a, b = next_a, next_b
-        here = at
-        after = head + teams
-        at = head_at(after, token, q_heads, heads, q_token, q_head, k_token, k_head, v_token, v_head)
-        next_a, next_b = both_runs(q, k, v, after, at, q_heads, heads, runs, after < total and t < units, kind, wide)
-        is_q, is_v = head < q_heads, head >= q_heads + heads
-        kv_head = head - q_heads
+    while True:  # as often for every lane: teams add up their squares together
+        head, is_there = np.uint32(first + group), has_unit
+        if not exact:
+            head, is_there = np.uint32(min(first + group, total - 1)), has_unit and first + group < total
+        is_q, is_v = head < np.uint32(q_heads), head >= np.uint32(q_heads + heads)
+        own, memory, token_stride, head_stride = np.uint32(head - np.uint32(q_heads)), k, k_token, k_head
+        if is_q:
+            own, memory, token_stride, head_stride = head, q, q_token, q_head
         if is_v:
-            kv_head -= heads
+            own, memory, token_stride, head_stride = np.uint32(own - np.uint32(heads)), v, v_token, v_head
+        at = product(token, token_stride) + product(own, head_stride)
+        a, b = both_runs(memory, at, runs, kind, wide)
+        if has_table and (exact or not single or first == 0):
+            cosines, sines = rotary_unit(table, row_at, min(unit, rotary_units - 1), pairs, wide)
         has_norm = False
         inverse = np.float32(1.0)
         if weight_kind != NO_NORM:
             has_norm = not is_v and ((is_q and has_q_norm != 0) or (not is_q and has_k_norm != 0))
-            sum_of_squares = team_sum(squares(floats_of(a, kind), floats_of(b, kind)), lane, lanes, team)
+            value = squares(floats_of(a, kind), floats_of(b, kind))
+            if not has_unit:
+                value = np.float32(0.0)
+            sum_of_squares = team_sum(value, lane, lanes, team)
             if not single:
                 zero = np.float32(0.0)
                 tree = grow_tree(np.int64(0), sum_of_squares, (zero, zero, zero, zero, zero, zero))
                 for turn in range(1, rounds):
                     c = t + (np.int64(turn) << team_shift)
-                    there = unit_runs(c, rotary_units, rotary, dim, interleaved)
-                    is_there = head < total and c < units
-                    more_a, more_b = both_runs(q, k, v, head, here, q_heads, heads, there, is_there, kind, wide)
-                    value = squares(floats_of(more_a, kind), floats_of(more_b, kind))
+                    value = zero
+                    if c < units:
+                        there = unit_runs(c, rotary_units, rotary, dim, interleaved)
+                        more_a, more_b = both_runs(memory, at, there, kind, wide)
+                        value = squares(floats_of(more_a, kind), floats_of(more_b, kind))
                     tree = grow_tree(np.int64(turn), team_sum(value, lane, lanes, team), tree)
                 sum_of_squares = close_tree(rounds, tree)
             inverse = norm_factor(sum_of_squares, inverse_dim, eps)
-        if head < total:
-            c = np.int64(t)
-            places = runs
-            cosines, sines = first_cosines, first_sines
-            while c < units:
-                rotates = not is_v and c < rotary_units
-                is_new = in_table and (rotates or has_norm)
-                run_a, count_a, run_b, count_b = places
-                if not in_table:
-                    a, b = empty, empty
-                x, y = floats_of(a, kind), floats_of(b, kind)
-                if is_new:
-                    if weight_kind != NO_NORM and has_norm:
-                        weight = k_weight
-                        if is_q:
-                            weight = q_weight
-                        offset = float_of(norm_offset)
-                        w = floats_of(get_run(weight, 0, run_a, count_a, weight_kind, wide), weight_kind)
-                        x = normalised(x, inverse, offset, w)
-                        w = floats_of(get_run(weight, 0, run_b, count_b, weight_kind, wide), weight_kind)
-                        y = normalised(y, inverse, offset, w)
-                    if rotates:
-                        x, y = rotated(x, y, cosines, sines, interleaved)
-                if is_q or (has_k_out and not is_v):
-                    made_a, made_b = stored(x, a, is_new, kind, kind, inverse), stored(y, b, is_new, kind, kind, inverse)
-                    to, target = token * k_out_token + kv_head * k_out_head, k_out
+        c, places = unit, runs
+        while True:
+            rotates = has_table and not is_v and c < rotary_units
+            if not in_table:
+                a, b = empty, empty
+            x, y = floats_of(a, kind), floats_of(b, kind)
+            if in_table and (rotates or has_norm):
+                if weight_kind != NO_NORM and has_norm:
+                    weight = k_weight
                     if is_q:
-                        to, target = token * q_out_token + head * q_out_head, q_out
-                    put_run(target, to, run_a, count_a, made_a, kind, wide)
-                    put_run(target, to, run_b, count_b, made_b, kind, wide)
-                if not is_q and to_slot:
-                    to = slot_at + kv_head * pool_head
-                    factor = np.float32(1.0)
-                    if is_v:
-                        to += pool_half
-                    if pool_kind == FLOAT8 and kind != FLOAT8:
-                        factor = factors[np.uint64(head - q_heads)]
-                    put_run(pool, to, run_a, count_a, stored(x, a, is_new, kind, pool_kind, factor), pool_kind, wide)
-                    put_run(pool, to, run_b, count_b, stored(y, b, is_new, kind, pool_kind, factor), pool_kind, wide)
-                if single:
-                    break
-                c += team
-                if c < units:
-                    places = unit_runs(c, rotary_units, rotary, dim, interleaved)
-                    a, b = both_runs(q, k, v, head, here, q_heads, heads, places, True, kind, wide)
-                    if in_table and c < rotary_units:
-                        count = min(np.int64(8), pairs - 8 * c)
-                        cosines = floats_of(get_run(table, row_at, 8 * c, count, FLOAT32, wide), FLOAT32)
-                        sines = floats_of(get_run(table, row_at, pairs + 8 * c, count, FLOAT32, wide), FLOAT32)
+                        weight = q_weight
+                    w_a, w_b = both_runs(weight, np.int64(0), places, weight_kind, wide)
+                    offset = float_of(norm_offset)
+                    x = normalised(x, inverse, offset, floats_of(w_a, weight_kind))
+                    y = normalised(y, inverse, offset, floats_of(w_b, weight_kind))
+                if rotates:
+                    x, y = rotated(x, y, cosines, sines, interleaved)
+                a, b = raw_of(x, kind), raw_of(y, kind)
+            target, to, is_wanted = pool, slot_at + product(own, pool_head), is_there and to_slot
+            if is_v:
+                to += pool_half
+            if is_q:
+                target, to, is_wanted = q_out, product(token, q_out_token) + product(own, q_out_head), is_there
+            if kind == pool_kind or is_q:
+                put_both(target, to, places, a, b, kind, wide, is_wanted)
+            else:
+                if pool_kind == FLOAT8:
+                    factor = factors[np.uint64(head) - np.uint64(q_heads)]
+                    x, y = rescaled(x, factor), rescaled(y, factor)
+                put_both(target, to, places, raw_of(x, pool_kind), raw_of(y, pool_kind), pool_kind, wide, is_wanted)
+            if has_k_out and not is_q and not is_v:
+                to = product(token, k_out_token) + product(own, k_out_head)
+                put_both(k_out, to, places, a, b, kind, wide, is_there)
+            c += team
+            if single or c >= units:
+                break
+            places = unit_runs(c, rotary_units, rotary, dim, interleaved)
+            a, b = both_runs(memory, at, places, kind, wide)
+            if has_table:
+                cosines, sines = rotary_unit(table, row_at, min(c, rotary_units - 1), pairs, wide)
         first += teams
+        if exact or first >= total:
+            break

@@ -27,7 +27,7 @@ _lock = threading.RLock()  # an interrupt must not lock its own thread out
 
 _THREAD_ENTRY = """
 def entry({parameters}):
-    item = np.int64(cuda.blockIdx.x) * np.int64(cuda.blockDim.x) + np.int64(cuda.threadIdx.x)
+    item = np.int64(np.uint32(cuda.blockIdx.x)) * np.int64(np.uint32(cuda.blockDim.x)) + np.int64(np.uint32(cuda.threadIdx.x))
     if item < w0:
         {unpack}
         _work(item, {arguments})
@@ -35,10 +35,9 @@ def entry({parameters}):
 
 _BLOCK_ENTRY = """
 def entry({parameters}):
-    item = np.int64(cuda.blockIdx.x)
-    if item < w0:
-        {unpack}
-        _work(item, np.int64(cuda.threadIdx.x), np.int64(cuda.blockDim.x), {arguments})
+    {unpack}
+    item, lane = np.int64(np.uint32(cuda.blockIdx.x)), np.int64(np.uint32(cuda.threadIdx.x))
+    _work(item, lane, np.int64(np.uint32(cuda.blockDim.x)), {arguments})
 """
 
 
@@ -49,7 +48,7 @@ def _entry(kernel: Kernel, compute_capability: tuple[int, int]) -> Any:
 
     text = (_BLOCK_ENTRY if kernel.block_form else _THREAD_ENTRY).format(
         parameters=", ".join(f"w{i}" for i in range(kernel.num_words)),
-        unpack="\n        ".join(unpack_lines(kernel, "w{i}")),
+        unpack=("\n    " if kernel.block_form else "\n        ").join(unpack_lines(kernel, "w{i}")),
         arguments=call_arguments(kernel),
     )
     scope: dict[str, Any] = {

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 __all__ = ["array_kinds", "build_key", "call_arguments", "product_name", "unpack_lines"]
 
 _ROOM = Path(__file__).parent
+#: Extent of an array whose extent a kernel is not told.
+_NO_EXTENT = 1 << 62
 
 
 def unpack_lines(kernel: Kernel, word: str) -> list[str]:
@@ -27,6 +29,8 @@ def unpack_lines(kernel: Kernel, word: str) -> list[str]:
             lines.append(f"{name} = {word.format(i=at)}")
         else:
             extents = "".join(f"{word.format(i=at + 1 + axis)}, " for axis in range(argument.ndim))
+            if not argument.has_extent:
+                extents = f"{_NO_EXTENT},"
             lines.append(f"{name} = {argument.storage_name}_{argument.ndim}({word.format(i=at)}, ({extents}))")
         at += argument.words
     return lines
@@ -60,7 +64,7 @@ def build_key() -> str:
 def product_name(kernel: Kernel) -> str:
     """Return a name for products of `kernel`: its own and a hash of what it depends on beside the build key."""
     digest = hashlib.blake2b(digest_size=8)
-    declared = [(name, a.storage_name, a.ndim, a.value) for name, a in kernel.arguments.items()]
+    declared = [(name, a.storage_name, a.ndim, a.has_extent, a.value) for name, a in kernel.arguments.items()]
     digest.update(repr((kernel.function.__module__, kernel.function.__qualname__, kernel.block_form, declared)).encode())
     for function in kernel.functions:
         code = function.__code__

@@ -14,7 +14,7 @@ from numba_kv.device.tensor import Tensor
 from numba_kv.dtypes import DType, dtype
 from numba_kv.errors import InputError, ShapeError
 
-__all__ = ["Argument", "array", "scalar"]
+__all__ = ["Argument", "array", "memory", "scalar"]
 
 _INT64 = range(-(1 << 63), 1 << 63)
 
@@ -23,12 +23,14 @@ _INT64 = range(-(1 << 63), 1 << 63)
 class Argument:
     """One declared argument: a dense array of `ndim` axes, or a 64-bit integer (`dtype` None).
 
-    With a `value` it is no argument but a constant of the compiled kernel.
+    With a `value` it is no argument but a constant of the compiled kernel. Without `has_extent` an array of one axis is passed
+    as its address alone.
     """
 
     dtype: DType | None
     ndim: int = 0
     value: int | None = None
+    has_extent: bool = True
 
     @property
     def storage_name(self) -> str:
@@ -42,7 +44,7 @@ class Argument:
         """64-bit words it takes in a parameter block: address and extents, or the value; a constant takes none."""
         if self.value is not None:
             return 0
-        return 1 if self.dtype is None else 1 + self.ndim
+        return 1 if self.dtype is None or not self.has_extent else 1 + self.ndim
 
     def fixed(self, value: int) -> Argument:
         """Return the scalar as a constant."""
@@ -75,12 +77,17 @@ class Argument:
             raise ShapeError(f"{name}: {value.dtype} with {value.ndim} axes given, {self.dtype} with {self.ndim} wanted")
         if not value.is_contiguous:
             raise ShapeError(f"{name}: strides {value.strides} given, a dense tensor wanted")
-        return [value.address, *value.shape]
+        return [value.address, *value.shape] if self.has_extent else [value.address]
 
 
 def array(kind: str, ndim: int = 1) -> Argument:
     """Declare a dense array of element type `kind`."""
     return Argument(dtype(kind), ndim)
+
+
+def memory(kind: str) -> Argument:
+    """Declare a dense axis of element type `kind` whose extent the kernel does not ask for."""
+    return Argument(dtype(kind), 1, has_extent=False)
 
 
 def scalar() -> Argument:

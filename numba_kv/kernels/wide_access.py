@@ -16,12 +16,13 @@ __all__ = [
     "load_4",
     "load_8",
     "load_16",
-    "load_16_once",
+    "load_16_kept",
     "store_2",
     "store_4",
     "store_8",
+    "store_8_if",
     "store_16",
-    "store_16_kept",
+    "store_16_if",
 ]
 
 
@@ -65,9 +66,9 @@ def load_16(memory, at):
     return _eight(memory, i), _eight(memory, i + np.uint64(8))
 
 
-@primitive(gpu=lambda architecture: load_bytes(16, once=True))
-def load_16_once(memory, at):
-    """Return 16 bytes that nobody near reads again."""
+@primitive(gpu=lambda architecture: load_bytes(16, kept=True))
+def load_16_kept(memory, at):
+    """Return 16 bytes that are read again when much else has passed."""
     i = np.uint64(at)
     return _eight(memory, i), _eight(memory, i + np.uint64(8))
 
@@ -103,8 +104,16 @@ def store_16(memory, at, low, high):
     _put(memory, np.uint64(at) + np.uint64(8), high, 8)
 
 
-@primitive(gpu=lambda architecture: store_bytes(16, streams=False))
-def store_16_kept(memory, at, low, high):
-    """Set 16 bytes to two words, which stay in the cache."""
-    _put(memory, np.uint64(at), low, 8)
-    _put(memory, np.uint64(at) + np.uint64(8), high, 8)
+@primitive(gpu=lambda architecture: store_bytes(8, guarded=True))
+def store_8_if(memory, at, word, is_wanted):
+    """Set 8 bytes, or nothing."""
+    if is_wanted:
+        _put(memory, np.uint64(at), word, 8)
+
+
+@primitive(gpu=lambda architecture: store_bytes(16, guarded=True))
+def store_16_if(memory, at, low, high, is_wanted):
+    """Set 16 bytes to two words, or nothing."""
+    if is_wanted:
+        _put(memory, np.uint64(at), low, 8)
+        _put(memory, np.uint64(at) + np.uint64(8), high, 8)

@@ -15,12 +15,11 @@ from numba_kv.kernels.wide_access import (
     load_4,
     load_8,
     load_16,
-    load_16_once,
+    load_16_kept,
     store_2,
     store_4,
-    store_8,
-    store_16,
-    store_16_kept,
+    store_8_if,
+    store_16_if,
 )
 from numba_kv.kernels.wide_values import (
     bfloat16_of,
@@ -41,13 +40,13 @@ __all__ = [
     "element_nbytes",
     "floats_of",
     "load_raw",
-    "load_raw_once",
     "load_some",
+    "product",
     "raw_of",
     "reciprocal",
     "rescaled",
+    "slot_place",
     "store_raw",
-    "store_raw_kept",
     "store_some",
     "unit_nbytes",
 ]
@@ -57,17 +56,30 @@ RAW = -1
 
 
 def reciprocal(divisor: int) -> int:
-    """Return what `divided` takes for a divisor. Host only."""
-    return -(-(1 << 32) // divisor)
+    """Return what `divided` takes for a divisor in [1, 2**31). Host only."""
+    return min((1 << 32) - 1, (1 << 32) // divisor)
+
+
+@routine
+def product(a, b):
+    """Return ``a * b`` of numbers in [0, 2**32): one instruction of a GPU, where 64 bits take four."""
+    return np.int64(np.uint64(np.uint32(a)) * np.uint64(np.uint32(b)))
 
 
 @routine
 def divided(number, divisor, by):
     """Return ``number // divisor`` of a number in [0, 2**31) without a division; `by` is the divisor's `reciprocal`."""
-    found = number * by >> 32
-    if found * divisor > number:
-        found -= 1
+    found = np.int64(np.uint64(np.uint32(number)) * np.uint64(np.uint32(by)) >> np.uint64(32))
+    if number - product(found, divisor) >= divisor:
+        found += 1
     return found
+
+
+@routine
+def slot_place(slot, shift, page_stride, token_stride):
+    """Return where the token of a slot begins in half 0, by `product`: slots and strides are below 2**31."""
+    page = np.uint32(slot) >> np.uint32(shift)
+    return product(page, page_stride) + product(np.uint32(slot) - (page << np.uint32(shift)), token_stride)
 
 
 @routine
@@ -87,53 +99,34 @@ def unit_nbytes(kind):
 
 
 @routine
-def load_raw(memory, at, kind):
-    """Return eight elements at byte `at`, a multiple of their size or of 16."""
+def load_raw(memory, at, kind, kept):
+    """Return eight elements at byte `at`, a multiple of their size or of 16; `kept`: read again when much else has passed."""
     none = np.uint64(0)
     if kind == FLOAT8:
         return load_8(memory, at), none, none, none
-    a, b = load_16(memory, at)
-    if kind == FLOAT32:
-        c, d = load_16(memory, at + 16)
-        return a, b, c, d
+    if kept:
+        a, b = load_16_kept(memory, at)
+        if kind == FLOAT32:
+            c, d = load_16_kept(memory, at + 16)
+            return a, b, c, d
+    else:
+        a, b = load_16(memory, at)
+        if kind == FLOAT32:
+            c, d = load_16(memory, at + 16)
+            return a, b, c, d
     return a, b, none, none
 
 
 @routine
-def load_raw_once(memory, at, kind):
-    """Return what `load_raw` does, of elements that nobody near reads again."""
-    none = np.uint64(0)
-    if kind == FLOAT8:
-        return load_8(memory, at), none, none, none
-    a, b = load_16_once(memory, at)
-    if kind == FLOAT32:
-        c, d = load_16_once(memory, at + 16)
-        return a, b, c, d
-    return a, b, none, none
-
-
-@routine
-def store_raw(memory, at, raw, kind):
-    """Set eight elements at byte `at`, a multiple of their size or of 16."""
+def store_raw(memory, at, raw, kind, is_wanted):
+    """Set eight elements at byte `at`, a multiple of their size or of 16, if that is wanted: on a GPU without a branch."""
     a, b, c, d = raw
     if kind == FLOAT8:
-        store_8(memory, at, a)
+        store_8_if(memory, at, a, is_wanted)
     else:
-        store_16(memory, at, a, b)
+        store_16_if(memory, at, a, b, is_wanted)
     if kind == FLOAT32:
-        store_16(memory, at + 16, c, d)
-
-
-@routine
-def store_raw_kept(memory, at, raw, kind):
-    """Set what `store_raw` does, to stay in the cache."""
-    a, b, c, d = raw
-    if kind == FLOAT8:
-        store_8(memory, at, a)
-    else:
-        store_16_kept(memory, at, a, b)
-    if kind == FLOAT32:
-        store_16_kept(memory, at + 16, c, d)
+        store_16_if(memory, at + 16, c, d, is_wanted)
 
 
 @routine
@@ -228,8 +221,10 @@ def raw_of(floats, kind):
     if kind == FLOAT32:
         return float32_of(a, b), float32_of(c, d), float32_of(e, f), float32_of(g, h)
     if kind == BFLOAT16:
-        return bfloat16_of(a, b, c, d), bfloat16_of(e, f, g, h), none, none
-    return float16_of(a, b, c, d), float16_of(e, f, g, h), none, none
+        w0, w1 = bfloat16_of(a, b, c, d, e, f, g, h)
+    else:
+        w0, w1 = float16_of(a, b, c, d, e, f, g, h)
+    return w0, w1, none, none
 
 
 @routine

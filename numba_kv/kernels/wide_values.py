@@ -106,15 +106,15 @@ def _four(a, b, c, d, size, kind):
 
 
 @primitive(gpu=lambda architecture: narrow_elements("float16"))
-def float16_of(a, b, c, d):
-    """Return the word of four float32 as float16."""
-    return _four(a, b, c, d, 16, FLOAT16)
+def float16_of(a, b, c, d, e, f, g, h):
+    """Return the two words of eight float32 as float16."""
+    return _four(a, b, c, d, 16, FLOAT16), _four(e, f, g, h, 16, FLOAT16)
 
 
 @primitive(gpu=lambda architecture: narrow_elements("bfloat16"))
-def bfloat16_of(a, b, c, d):
-    """Return the word of four float32 as bfloat16."""
-    return _four(a, b, c, d, 16, BFLOAT16)
+def bfloat16_of(a, b, c, d, e, f, g, h):
+    """Return the two words of eight float32 as bfloat16."""
+    return _four(a, b, c, d, 16, BFLOAT16), _four(e, f, g, h, 16, BFLOAT16)
 
 
 @primitive(gpu=lambda architecture: narrow_elements("float8") if architecture >= _FLOAT8_INSTRUCTIONS else None)

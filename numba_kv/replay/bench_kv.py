@@ -219,13 +219,17 @@ class _Bench:
 
 
 def stream_us(device: Device, work: Callable[[], object], repeat: int = 15, inner: int = 5) -> float:
-    """Return the median time of `work` on the device's stream: several between two events, so that no launch is waited for."""
+    """Return the median time of `work` on the device's stream: several between two events, so that no launch is waited for.
+
+    The first event lies behind work that is not timed: between it and the first launch the stream would be idle.
+    """
     stream = device.stream
     for _ in range(2):
         work()
     times = []
     for _ in range(repeat):
         stream.synchronize()
+        work()
         begin = stream.record(timing=True)
         for _ in range(inner):
             work()

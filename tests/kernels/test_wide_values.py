@@ -29,14 +29,14 @@ from tests.kernels.test_bits import EDGES, SMALL, narrowed, patterns
 
 
 def widen(item, memory, found, kind):
-    floats = floats_of(load_raw(memory, np.int64(item) * 8 * (memory.shape[0] // found.shape[0]), kind), kind)
+    floats = floats_of(load_raw(memory, np.int64(item) * 8 * (memory.shape[0] // found.shape[0]), kind, False), kind)
     for i in range(8):
         found[8 * item + i] = bits_of(floats[i])
 
 
 def narrow(item, memory, found, kind, nbytes):
-    raw = raw_of(floats_of(load_raw(memory, 32 * np.int64(item), FLOAT32), FLOAT32), kind)
-    store_raw(found, 8 * nbytes * np.int64(item), raw, kind)
+    raw = raw_of(floats_of(load_raw(memory, 32 * np.int64(item), FLOAT32, False), FLOAT32), kind)
+    store_raw(found, 8 * nbytes * np.int64(item), raw, kind, True)
 
 
 def copy_some(item, memory, found, kind, nbytes, count):
