@@ -11,7 +11,16 @@ from typing import Any
 
 from numba_kv.kernels.numba_targets import cuda_module
 
-__all__ = ["float_operation", "load_bytes", "narrow_elements", "round_elements", "store_bytes", "widen_elements"]
+__all__ = [
+    "float_operation",
+    "load_bytes",
+    "load_floats",
+    "narrow_elements",
+    "round_elements",
+    "store_bytes",
+    "store_floats",
+    "widen_elements",
+]
 
 _SIGN = 0x80000000
 #: What rounds two float32 to a pair of elements, the first operand to the upper one: text, result's letter and bits, NaN.
@@ -108,6 +117,49 @@ def store_bytes(count: int, *, streams: bool = True) -> Any:
             return context.get_dummy_value()
 
         return types.void(memory, at, types.uint64), codegen
+
+    return store
+
+
+def _four_floats(ir: Any, context: Any, builder: Any, array_type: Any, array: Any, at: Any) -> Any:
+    """Return where four floats are, as a vector: element `at` of the array, a multiple of 4."""
+    data = context.make_array(array_type)(context, builder, array).data
+    return builder.bitcast(builder.gep(data, [at]), ir.PointerType(ir.VectorType(ir.FloatType(), 4)))
+
+
+def load_floats() -> Any:
+    """Return ``(memory, at) -> four float32``, wherever the memory is; `at` is a multiple of 4."""
+    ir, types, intrinsic = _intrinsic()
+    result = types.UniTuple(types.float32, 4)
+
+    @intrinsic
+    def load(typingctx, memory, at):
+        def codegen(context, builder, signature, arguments):
+            four = builder.load(_four_floats(ir, context, builder, memory, *arguments))
+            four.align = 16
+            parts = [builder.extract_element(four, ir.Constant(ir.IntType(32), i)) for i in range(4)]
+            return context.make_tuple(builder, result, parts)
+
+        return result(memory, at), codegen
+
+    return load
+
+
+def store_floats() -> Any:
+    """Return ``(memory, at, four float32)``, wherever the memory is; `at` is a multiple of 4."""
+    ir, types, intrinsic = _intrinsic()
+
+    @intrinsic
+    def store(typingctx, memory, at, numbers):
+        def codegen(context, builder, signature, arguments):
+            array, place, parts = arguments
+            four = ir.Constant(ir.VectorType(ir.FloatType(), 4), ir.Undefined)
+            for i in range(4):
+                four = builder.insert_element(four, builder.extract_value(parts, i), ir.Constant(ir.IntType(32), i))
+            builder.store(four, _four_floats(ir, context, builder, memory, array, place)).align = 16
+            return context.get_dummy_value()
+
+        return types.void(memory, at, numbers), codegen
 
     return store
 
