@@ -50,10 +50,12 @@ __all__ = ["StateCommits"]
 _INT32 = dtype("int32")
 #: Bound checks that are kept: callers alternate between few arrays.
 _MAX_LAUNCHES = 16
-#: Threads of a block that replays Mamba, and the most of one that replays a delta net: a tile for each, if the sizes allow it.
-_MAMBA_THREADS, _NET_THREADS = 256, 512
-#: Bytes of a delta net's row that one block replays.
-_PART_ROW_NBYTES = 128
+#: The most tiles of a block that replays Mamba, and those of a thread: it has one after the other.
+_MAMBA_TILES, _THREAD_TILES = 256, 2
+#: The most columns of a delta net that one block replays, a tile a thread.
+_NET_COLUMNS = 64
+#: The most threads of a block that replays.
+_REPLAY_THREADS = 512
 #: Channels of a convolution that one block shifts.
 _PART_CHANNELS = 512
 
@@ -277,7 +279,7 @@ class StateCommits:
         heads, dim, size = layer.state_shape
         stashes = {name: self._slabs[f"replay_{name}_state"] for name in ("da", "u", "b", "dt")}
         wide = ceil_div(size, TILE_COLUMNS)
-        part_rows = _part_of(dim, _MAMBA_THREADS // wide * TILE_ROWS, TILE_ROWS)
+        part_rows = _part_of(dim, _MAMBA_TILES // wide * TILE_ROWS, TILE_ROWS)
         state, kind, layers = self._state_values("recurrent_state")
         values: dict[str, Tensor | int] = {
             **state,
@@ -294,16 +296,15 @@ class StateCommits:
         replay = replay_mamba.fixed(
             kind=kind, layers=layers, heads=heads, dim=dim, groups=layer.num_groups, size=size, part_rows=part_rows
         )
-        threads = _threads_of(ceil_div(part_rows, TILE_ROWS) * wide)
+        threads = _threads_of(ceil_div(ceil_div(part_rows, TILE_ROWS) * wide, _THREAD_TILES))
         return replay.bind(self._device, values, threads=threads), layers * heads * (dim // part_rows)
 
     def _replay_delta_net(self) -> tuple[Launch, int]:
         stashes = {name: self._slabs[f"replay_{name}_state"] for name in ("k", "g", "beta", "v")}
-        pool, given = self._slabs["recurrent_state"].plan, stashes["v"].plan
-        heads, dim, size = pool.shape[2:]
+        given = stashes["v"].plan
+        heads, dim, size = self._slabs["recurrent_state"].plan.shape[2:]
         runs = ceil_div(dim, TILE_ROWS)
-        most = min(_PART_ROW_NBYTES // dtype(pool.dtype).itemsize, _NET_THREADS // runs * TILE_COLUMNS)
-        part_columns = _part_of(size, most, TILE_COLUMNS)
+        part_columns = _part_of(size, min(_NET_COLUMNS, _REPLAY_THREADS // runs * TILE_COLUMNS), TILE_COLUMNS)
         state, kind, layers = self._state_values("recurrent_state")
         values: dict[str, Tensor | int] = {
             **state,
@@ -353,6 +354,6 @@ def _part_of(size: int, most: int, unit: int) -> int:
     return max((part for part in range(unit, min(size, most) + 1, unit) if size % part == 0), default=size)
 
 
-def _threads_of(tiles: int) -> int:
-    """Return the threads of a block that has so many tiles."""
-    return min(_NET_THREADS, ceil_div(tiles, 32) * 32)
+def _threads_of(busy: int) -> int:
+    """Return the threads of a block of which so many have tiles: whole warps."""
+    return min(_REPLAY_THREADS, ceil_div(busy, 32) * 32)

@@ -3,8 +3,8 @@
 States are float32, float16 or bfloat16; arithmetic is float32, and a state is rounded to its own type behind every token, so
 that a replay of several tokens is, bit by bit, as many replays of one.
 
-A lane has a tile of a head's state at once, which stays in registers from the first token to the last. What tokens do to it
-lies near the lanes by then: it is loaded while the tile is::
+A lane has tiles of a head's state one after the other; each stays in registers from the first token to the last. What tokens do
+to them lies near the lanes by then: it is loaded while the first tile is::
 
               columns (S)
     rows      |a|b|c|d|      what B * dt gives a column is shared by the tile's eight rows

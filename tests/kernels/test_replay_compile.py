@@ -35,7 +35,7 @@ FORMS = {
     "mamba bfloat16": (mamba(BFLOAT16), (9, 0), "ld.global.u64", "st.global.[bu]64", "cvt.rn.bf16x2.f32"),
     "mamba float16": (mamba(FLOAT16), (8, 0), "ld.global.u64", "st.global.[bu]64", "cvt.rn.f16x2.f32"),
     "mamba float32": (mamba(FLOAT32), (12, 0), "ld.global.v2.u64", "st.global.cs.v2.u64", "mul.rn.f32"),
-    "net float32": (net(FLOAT32, BFLOAT16, 32), (9, 0), "ld.shared.v4", "st.shared.v4", "mul.rn.f32"),
+    "net float32": (net(FLOAT32, BFLOAT16, 64), (9, 0), "ld.shared.v4", "st.shared.v4", "mul.rn.f32"),
     "net bfloat16": (net(BFLOAT16, FLOAT32, 64), (10, 0), "ld.shared.v4", "st.shared.v4", "bf16x2"),
 }
 
