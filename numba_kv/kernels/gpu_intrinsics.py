@@ -16,7 +16,6 @@ __all__ = [
     "load_bytes",
     "load_floats",
     "narrow_elements",
-    "round_elements",
     "store_bytes",
     "store_floats",
     "widen_elements",
@@ -164,8 +163,8 @@ def store_floats() -> Any:
     return store
 
 
-def _widened(ir: Any, builder: Any, word: Any, kind: str) -> list[Any]:
-    """Return the float32 of the elements of a 64-bit word; exact. A NaN keeps its sign, which the instructions drop."""
+def _widened(ir: Any, builder: Any, word: Any, kind: str, mends: bool) -> list[Any]:
+    """Return the float32 of the elements of a 64-bit word; exact."""
     i16, i32, f32 = ir.IntType(16), ir.IntType(32), ir.FloatType()
     floats = []
 
@@ -186,21 +185,27 @@ def _widened(ir: Any, builder: Any, word: Any, kind: str) -> list[Any]:
             both = builder.bitcast(halves, ir.VectorType(ir.HalfType(), 2))
             for i in range(2):
                 value = builder.fpext(builder.extract_element(both, const(i)), f32)
+                if not mends:
+                    floats.append(builder.bitcast(value, i32))
+                    continue
                 up = 24 - 16 * pair - 8 * i if kind == "float8" else 16 - 16 * i
                 sign = builder.and_(builder.shl(bits, const(up)), const(_SIGN))
                 floats.append(builder.or_(builder.bitcast(value, i32), sign))
     return [builder.bitcast(bits, f32) for bits in floats]
 
 
-def widen_elements(kind: str) -> Any:
-    """Return ``word -> float32 of each of its elements``."""
+def widen_elements(kind: str, *, mends: bool = True) -> Any:
+    """Return ``word -> float32 of each of its elements``.
+
+    With `mends` a NaN keeps its sign, which the instructions of all kinds but bfloat16 drop.
+    """
     ir, types, intrinsic = _intrinsic()
     result = types.UniTuple(types.float32, 8 if kind == "float8" else 4)
 
     @intrinsic
     def widen(typingctx, word):
         def codegen(context, builder, signature, arguments):
-            return context.make_tuple(builder, result, _widened(ir, builder, arguments[0], kind))
+            return context.make_tuple(builder, result, _widened(ir, builder, arguments[0], kind, mends))
 
         return result(types.uint64), codegen
 
@@ -273,32 +278,6 @@ def narrow_elements(kind: str, *, mends: bool = True) -> Any:
         return types.uint64(*[types.float32] * 4), codegen
 
     return narrow_four
-
-
-def round_elements(kind: str) -> Any:
-    """Return ``four float32 -> the same, rounded to elements``; a NaN becomes some NaN."""
-    ir, types, intrinsic = _intrinsic()
-    result = types.UniTuple(types.float32, 4)
-
-    @intrinsic
-    def round_four(typingctx, a, b, c, d):
-        def codegen(context, builder, signature, arguments):
-            i32, f32 = ir.IntType(32), ir.FloatType()
-            pair = ir.FunctionType(i32, [f32, f32])
-            found: list[Any] = []
-            for low, high in (arguments[:2], arguments[2:]):
-                both = builder.asm(pair, _NARROW[kind][0], "=r,f,f", [high, low], False)
-                if kind == "bfloat16":
-                    parts = builder.shl(both, ir.Constant(i32, 16)), builder.and_(both, ir.Constant(i32, 0xFFFF0000))
-                    found += [builder.bitcast(part, f32) for part in parts]
-                else:
-                    halves = builder.bitcast(both, ir.VectorType(ir.HalfType(), 2))
-                    found += [builder.fpext(builder.extract_element(halves, ir.Constant(i32, i)), f32) for i in range(2)]
-            return context.make_tuple(builder, result, found)
-
-        return result(*[types.float32] * 4), codegen
-
-    return round_four
 
 
 def float_operation(name: str) -> Callable[..., Any]:

@@ -21,7 +21,7 @@ from numba_kv.kernels.wide_values import (
     float16_results,
     float32_of,
     from_bfloat16,
-    from_float16,
+    from_float16_any_nan,
     from_float32_word,
 )
 
@@ -75,14 +75,14 @@ def store_words(memory, at, words, kind):
 
 @routine
 def four_of(words, kind):
-    """Return the numbers of words as float32."""
+    """Return the numbers of words as float32; a NaN stays one, whatever its bits."""
     if kind == FLOAT32:
         a, b = from_float32_word(words[0])
         c, d = from_float32_word(words[1])
         return a, b, c, d
     if kind == BFLOAT16:
         return from_bfloat16(words[0])
-    return from_float16(words[0])
+    return from_float16_any_nan(words[0])
 
 
 @routine
