@@ -25,7 +25,8 @@ from numba_kv.geometry import ceil_div
 from numba_kv.kernels.bits import KINDS
 from numba_kv.kernels.block_memory import NEAR_TILE
 from numba_kv.kernels.replay_delta_net import replay_delta_net
-from numba_kv.kernels.replay_mamba import TILE_ROWS, replay_mamba
+from numba_kv.kernels.replay_mamba import replay_mamba
+from numba_kv.kernels.replay_values import TILE_COLUMNS, TILE_ROWS
 from numba_kv.kernels.state_commit import (
     CommitStatus,
     resolve_commits,
@@ -49,8 +50,12 @@ __all__ = ["StateCommits"]
 _INT32 = dtype("int32")
 #: Bound checks that are kept: callers alternate between few arrays.
 _MAX_LAUNCHES = 16
-#: Elements of a head's state that one block of a Mamba replay works on, and its threads: two tiles for each.
-_PART_ELEMENTS, _MAMBA_THREADS = 8192, 128
+#: The most tiles of a block that replays Mamba, and those of a thread: it has one after the other.
+_MAMBA_TILES, _THREAD_TILES = 256, 2
+#: The most columns of a delta net that one block replays, a tile a thread.
+_NET_COLUMNS = 64
+#: The most threads of a block that replays.
+_REPLAY_THREADS = 512
 #: Channels of a convolution that one block shifts.
 _PART_CHANNELS = 512
 
@@ -273,8 +278,8 @@ class StateCommits:
     def _replay_mamba(self, layer: Mamba2Layer) -> tuple[Launch, int]:
         heads, dim, size = layer.state_shape
         stashes = {name: self._slabs[f"replay_{name}_state"] for name in ("da", "u", "b", "dt")}
-        part_rows = min(dim, max(TILE_ROWS, _PART_ELEMENTS // size // TILE_ROWS * TILE_ROWS))
-        parts = ceil_div(dim, part_rows)
+        wide = ceil_div(size, TILE_COLUMNS)
+        part_rows = _part_of(dim, _MAMBA_TILES // wide * TILE_ROWS, TILE_ROWS)
         state, kind, layers = self._state_values("recurrent_state")
         values: dict[str, Tensor | int] = {
             **state,
@@ -282,57 +287,55 @@ class StateCommits:
             "dt": stashes["dt"].whole(),
             "u": stashes["u"].flat(1),
             "b": stashes["b"].flat(1),
-            "paths": self._paths,
-            "heads": heads,
-            "dim": dim,
-            "groups": layer.num_groups,
-            "size": size,
-            "parts": parts,
-            "part_rows": part_rows,
+            "spare": self._spare(stashes["da"]),
             "tokens": 0,
             "head_layer": stashes["da"].plan.layer_nbytes // 4,
             "u_layer": stashes["u"].plan.layer_nbytes // 4,
             "b_layer": stashes["b"].plan.layer_nbytes // 4,
         }
-        replay = replay_mamba.fixed(kind=kind)
-        return replay.bind(self._device, values, threads=_MAMBA_THREADS), layers * heads * parts
+        replay = replay_mamba.fixed(
+            kind=kind, layers=layers, heads=heads, dim=dim, groups=layer.num_groups, size=size, part_rows=part_rows
+        )
+        threads = _threads_of(ceil_div(ceil_div(part_rows, TILE_ROWS) * wide, _THREAD_TILES))
+        return replay.bind(self._device, values, threads=threads), layers * heads * (dim // part_rows)
 
     def _replay_delta_net(self) -> tuple[Launch, int]:
         stashes = {name: self._slabs[f"replay_{name}_state"] for name in ("k", "g", "beta", "v")}
-        heads, dim, size = self._slabs["recurrent_state"].plan.shape[2:]
-        part_columns = max(1, min(size, NEAR_TILE // dim))
-        parts = ceil_div(size, part_columns)
-        on_gpu = self._device.target == "cuda"  # which has its own memory for what lies between tokens
-        spare = stashes["g"].whole() if on_gpu else self._on_host(dim * part_columns)
-        state, kind, layers = self._state_values("recurrent_state")
         given = stashes["v"].plan
-        itemsize = dtype(given.dtype).itemsize
+        heads, dim, size = self._slabs["recurrent_state"].plan.shape[2:]
+        runs = ceil_div(dim, TILE_ROWS)
+        part_columns = _part_of(size, min(_NET_COLUMNS, _REPLAY_THREADS // runs * TILE_COLUMNS), TILE_COLUMNS)
+        state, kind, layers = self._state_values("recurrent_state")
         values: dict[str, Tensor | int] = {
             **state,
             "keys": stashes["k"].flat(1),
             "decays": stashes["g"].whole(),
             "gates": stashes["beta"].whole(),
             "values": stashes["v"].flat(1),
-            "spare": spare,
-            "paths": self._paths,
-            "heads": heads,
-            "key_heads": stashes["k"].plan.shape[3],
-            "dim": dim,
-            "size": size,
-            "parts": parts,
-            "part_columns": part_columns,
+            "spare": self._spare(stashes["g"]),
             "tokens": 0,
             "key_layer": stashes["k"].plan.layer_nbytes // 4,
             "head_layer": stashes["g"].plan.layer_nbytes // 4,
-            "value_layer": given.layer_nbytes // itemsize,
+            "value_layer": given.layer_nbytes // dtype(given.dtype).itemsize,
         }
-        threads = min(256, ceil_div(part_columns, 32) * 32)
-        replay = replay_delta_net.fixed(kind=kind, value_kind=KINDS[given.dtype])
-        return replay.bind(self._device, values, threads=threads), layers * heads * parts
+        replay = replay_delta_net.fixed(
+            kind=kind,
+            value_kind=KINDS[given.dtype],
+            layers=layers,
+            heads=heads,
+            key_heads=stashes["k"].plan.shape[3],
+            dim=dim,
+            size=size,
+            part_columns=part_columns,
+        )
+        threads = _threads_of(runs * ceil_div(part_columns, TILE_COLUMNS))
+        return replay.bind(self._device, values, threads=threads), layers * heads * (size // part_columns)
 
-    def _on_host(self, count: int) -> Tensor:
-        """Return `count` float32 of host memory, where kernels run on it."""
-        return as_tensor(self._device, np.empty(count, np.float32), "spare")
+    def _spare(self, stash: StateSlab) -> Tensor:
+        """Return what stands for the memory near a block's lanes: on a GPU, which has its own, any array of float32."""
+        if self._device.target == "cuda":
+            return stash.whole()
+        return as_tensor(self._device, np.empty(NEAR_TILE, np.float32), "spare")
 
     def _state_values(self, name: str) -> tuple[dict[str, Tensor | int], int, int]:
         """Return what a replay knows of the states, their kind, and the layers."""
@@ -340,7 +343,17 @@ class StateCommits:
         layers = slab.plan.shape[0]
         values: dict[str, Tensor | int] = {
             "state": slab.flat(1),
-            "layers": layers,
+            "paths": self._paths,
             "state_layer": slab.plan.layer_nbytes // dtype(slab.plan.dtype).itemsize,
         }
         return values, KINDS[slab.plan.dtype], layers
+
+
+def _part_of(size: int, most: int, unit: int) -> int:
+    """Return the largest part of whole units, `most` at most, of which `size` is a multiple; all of it if there is none."""
+    return max((part for part in range(unit, min(size, most) + 1, unit) if size % part == 0), default=size)
+
+
+def _threads_of(busy: int) -> int:
+    """Return the threads of a block of which so many have tiles: whole warps."""
+    return min(_REPLAY_THREADS, ceil_div(busy, 32) * 32)

@@ -154,10 +154,6 @@ class Mamba2Layer(RecurrentLayer):
         return True
 
 
-#: Rows of a gated delta net's state that a replay can hold at once.
-MAX_REPLAY_ROWS = 8192
-
-
 @dataclass(frozen=True, kw_only=True)
 class GatedDeltaNetLayer(RecurrentLayer):
     """Gated delta net: the state of each value head maps keys (D) to values (S).
@@ -182,8 +178,8 @@ class GatedDeltaNetLayer(RecurrentLayer):
 
     @property
     def can_replay(self) -> bool:
-        """Whether accepted tokens can be replayed from a stash of their inputs: a column stays near a block meanwhile."""
-        return self.head_dim <= MAX_REPLAY_ROWS
+        """Whether accepted tokens can be replayed from a stash of their inputs."""
+        return True
 
 
 def check_layer_types(types: object, attention_layers: int, recurrent: RecurrentLayer | None) -> None:

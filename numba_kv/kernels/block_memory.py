@@ -5,6 +5,9 @@ from __future__ import annotations
 import threading
 from typing import Any
 
+import numpy as np
+
+from numba_kv.kernels.gpu_intrinsics import load_floats, store_floats
 from numba_kv.kernels.numba_targets import cuda_device_function, cuda_module
 from numba_kv.kernels.routines import primitive
 
@@ -15,14 +18,16 @@ __all__ = [
     "NEAR_TILE",
     "lanes_wait",
     "near_floats",
+    "near_four",
     "near_integers",
     "near_tile",
+    "set_near_four",
 ]
 
 #: Elements of the memory that a block has to itself: 30 KiB, so that seven blocks share a multiprocessor.
 NEAR_FLOATS, NEAR_INTEGERS = 7168, 264
-#: Elements of a tile that a block has to itself instead: 32 KiB, so that six blocks share a multiprocessor.
-NEAR_TILE = 8192
+#: Elements of a tile that a block has to itself instead: 16 KiB, so that twelve blocks share a multiprocessor.
+NEAR_TILE = 4096
 #: Lanes of a block whose kernel is compiled for this memory.
 NEAR_LANES = 128
 
@@ -102,6 +107,20 @@ def _gpu_tile(architecture: tuple[int, int]) -> Any:
 def near_tile(spare):
     """Return `NEAR_TILE` floats that the lanes share: the given array, on `cuda` shared memory."""
     return spare
+
+
+@primitive(gpu=lambda architecture: load_floats())
+def near_four(near, at):
+    """Return four neighbours of a memory that is near; `at` is a multiple of 4."""
+    i = np.uint64(at)
+    return near[i], near[i + np.uint64(1)], near[i + np.uint64(2)], near[i + np.uint64(3)]
+
+
+@primitive(gpu=lambda architecture: store_floats())
+def set_near_four(near, at, numbers):
+    """Set four neighbours of a memory that is near; `at` is a multiple of 4."""
+    i = np.uint64(at)
+    near[i], near[i + np.uint64(1)], near[i + np.uint64(2)], near[i + np.uint64(3)] = numbers
 
 
 @primitive(gpu=_gpu_integers)

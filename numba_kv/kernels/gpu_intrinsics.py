@@ -11,7 +11,15 @@ from typing import Any
 
 from numba_kv.kernels.numba_targets import cuda_module
 
-__all__ = ["float_operation", "load_bytes", "narrow_elements", "round_elements", "store_bytes", "widen_elements"]
+__all__ = [
+    "float_operation",
+    "load_bytes",
+    "load_floats",
+    "narrow_elements",
+    "store_bytes",
+    "store_floats",
+    "widen_elements",
+]
 
 _SIGN = 0x80000000
 #: What rounds two float32 to a pair of elements, the first operand to the upper one: text, result's letter and bits, NaN.
@@ -150,8 +158,51 @@ def store_bytes(count: int, *, guarded: bool = False) -> Any:
     return store
 
 
-def _widened(ir: Any, builder: Any, word: Any, kind: str) -> list[Any]:
-    """Return the float32 of the elements of a 64-bit word; exact. A NaN keeps its sign, which the instructions drop."""
+def _four_floats(ir: Any, context: Any, builder: Any, array_type: Any, array: Any, at: Any) -> Any:
+    """Return where four floats are, as a vector: element `at` of the array, a multiple of 4."""
+    data = context.make_array(array_type)(context, builder, array).data
+    return builder.bitcast(builder.gep(data, [at]), ir.PointerType(ir.VectorType(ir.FloatType(), 4)))
+
+
+def load_floats() -> Any:
+    """Return ``(memory, at) -> four float32``, wherever the memory is; `at` is a multiple of 4."""
+    ir, types, intrinsic = _intrinsic()
+    result = types.UniTuple(types.float32, 4)
+
+    @intrinsic
+    def load(typingctx, memory, at):
+        def codegen(context, builder, signature, arguments):
+            four = builder.load(_four_floats(ir, context, builder, memory, *arguments))
+            four.align = 16
+            parts = [builder.extract_element(four, ir.Constant(ir.IntType(32), i)) for i in range(4)]
+            return context.make_tuple(builder, result, parts)
+
+        return result(memory, at), codegen
+
+    return load
+
+
+def store_floats() -> Any:
+    """Return ``(memory, at, four float32)``, wherever the memory is; `at` is a multiple of 4."""
+    ir, types, intrinsic = _intrinsic()
+
+    @intrinsic
+    def store(typingctx, memory, at, numbers):
+        def codegen(context, builder, signature, arguments):
+            array, place, parts = arguments
+            four = ir.Constant(ir.VectorType(ir.FloatType(), 4), ir.Undefined)
+            for i in range(4):
+                four = builder.insert_element(four, builder.extract_value(parts, i), ir.Constant(ir.IntType(32), i))
+            builder.store(four, _four_floats(ir, context, builder, memory, array, place)).align = 16
+            return context.get_dummy_value()
+
+        return types.void(memory, at, numbers), codegen
+
+    return store
+
+
+def _widened(ir: Any, builder: Any, word: Any, kind: str, mends: bool) -> list[Any]:
+    """Return the float32 of the elements of a 64-bit word; exact."""
     i16, i32, f32 = ir.IntType(16), ir.IntType(32), ir.FloatType()
     floats = []
 
@@ -172,21 +223,27 @@ def _widened(ir: Any, builder: Any, word: Any, kind: str) -> list[Any]:
             both = builder.bitcast(halves, ir.VectorType(ir.HalfType(), 2))
             for i in range(2):
                 value = builder.fpext(builder.extract_element(both, const(i)), f32)
+                if not mends:
+                    floats.append(builder.bitcast(value, i32))
+                    continue
                 up = 24 - 16 * pair - 8 * i if kind == "float8" else 16 - 16 * i
                 sign = builder.and_(builder.shl(bits, const(up)), const(_SIGN))
                 floats.append(builder.or_(builder.bitcast(value, i32), sign))
     return [builder.bitcast(bits, f32) for bits in floats]
 
 
-def widen_elements(kind: str) -> Any:
-    """Return ``word -> float32 of each of its elements``."""
+def widen_elements(kind: str, *, mends: bool = True) -> Any:
+    """Return ``word -> float32 of each of its elements``.
+
+    With `mends` a NaN keeps its sign, which the instructions of all kinds but bfloat16 drop.
+    """
     ir, types, intrinsic = _intrinsic()
     result = types.UniTuple(types.float32, 8 if kind == "float8" else 4)
 
     @intrinsic
     def widen(typingctx, word):
         def codegen(context, builder, signature, arguments):
-            return context.make_tuple(builder, result, _widened(ir, builder, arguments[0], kind))
+            return context.make_tuple(builder, result, _widened(ir, builder, arguments[0], kind, mends))
 
         return result(types.uint64), codegen
 
@@ -269,32 +326,6 @@ def narrow_elements(kind: str, *, mends: bool = True) -> Any:
         return result(*[types.float32] * 8), codegen
 
     return narrow_eight
-
-
-def round_elements(kind: str) -> Any:
-    """Return ``four float32 -> the same, rounded to elements``; a NaN becomes some NaN."""
-    ir, types, intrinsic = _intrinsic()
-    result = types.UniTuple(types.float32, 4)
-
-    @intrinsic
-    def round_four(typingctx, a, b, c, d):
-        def codegen(context, builder, signature, arguments):
-            i32, f32 = ir.IntType(32), ir.FloatType()
-            pair = ir.FunctionType(i32, [f32, f32])
-            found: list[Any] = []
-            for low, high in (arguments[:2], arguments[2:]):
-                both = builder.asm(pair, _NARROW[kind][0], "=r,f,f", [high, low], False)
-                if kind == "bfloat16":
-                    parts = builder.shl(both, ir.Constant(i32, 16)), builder.and_(both, ir.Constant(i32, 0xFFFF0000))
-                    found += [builder.bitcast(part, f32) for part in parts]
-                else:
-                    halves = builder.bitcast(both, ir.VectorType(ir.HalfType(), 2))
-                    found += [builder.fpext(builder.extract_element(halves, ir.Constant(i32, i)), f32) for i in range(2)]
-            return context.make_tuple(builder, result, found)
-
-        return result(*[types.float32] * 4), codegen
-
-    return round_four
 
 
 def float_operation(name: str) -> Callable[..., Any]:

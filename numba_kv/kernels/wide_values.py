@@ -11,7 +11,7 @@ import math
 import numpy as np
 
 from numba_kv.kernels.bits import BFLOAT16, FLOAT8, FLOAT16, bits_of, float_of, from_float32, to_float32
-from numba_kv.kernels.gpu_intrinsics import float_operation, narrow_elements, round_elements, widen_elements
+from numba_kv.kernels.gpu_intrinsics import float_operation, narrow_elements, widen_elements
 from numba_kv.kernels.routines import primitive, routine
 
 __all__ = [
@@ -24,12 +24,11 @@ __all__ = [
     "from_bfloat16",
     "from_float8",
     "from_float16",
+    "from_float16_any_nan",
     "from_float32_word",
     "inverse_root",
     "minus",
     "plus",
-    "rounded_bfloat16",
-    "rounded_float16",
     "scaled",
     "times",
 ]
@@ -65,6 +64,17 @@ def float32_of(a, b):
 @primitive(gpu=lambda architecture: widen_elements("float16"))
 def from_float16(word):
     """Return the four float16 of a word as float32."""
+    return (
+        _element(word, 0, 16, FLOAT16),
+        _element(word, 16, 16, FLOAT16),
+        _element(word, 32, 16, FLOAT16),
+        _element(word, 48, 16, FLOAT16),
+    )
+
+
+@primitive(gpu=lambda architecture: widen_elements("float16", mends=False))
+def from_float16_any_nan(word):
+    """Return the four float16 of a word as float32; a NaN stays one, whatever its bits."""
     return (
         _element(word, 0, 16, FLOAT16),
         _element(word, 16, 16, FLOAT16),
@@ -147,23 +157,6 @@ def float16_results(a, b, c, d):
 def bfloat16_results(a, b, c, d):
     """Return the word of four float32 as bfloat16; a NaN has all bits set but the sign, as a GPU makes it."""
     return _four_results(a, b, c, d, BFLOAT16)
-
-
-@routine
-def _rounded(value, kind):
-    return float_of(to_float32(from_float32(bits_of(value), kind), kind))
-
-
-@primitive(gpu=lambda architecture: round_elements("float16"))
-def rounded_float16(a, b, c, d):
-    """Return four float32 as float16 keeps them; a NaN stays one, whatever its bits."""
-    return _rounded(a, FLOAT16), _rounded(b, FLOAT16), _rounded(c, FLOAT16), _rounded(d, FLOAT16)
-
-
-@primitive(gpu=lambda architecture: round_elements("bfloat16"))
-def rounded_bfloat16(a, b, c, d):
-    """Return four float32 as bfloat16 keeps them; a NaN stays one, whatever its bits."""
-    return _rounded(a, BFLOAT16), _rounded(b, BFLOAT16), _rounded(c, BFLOAT16), _rounded(d, BFLOAT16)
 
 
 @primitive(gpu=lambda architecture: float_operation("fmul_rn"))

@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
+import numba_kv as kv
+from numba_kv.cache import state_commit
 from numba_kv.cache.mamba_cache import MambaCacheManager
 from numba_kv.config import LLMEngineConfig
 from numba_kv.dtypes import dtype
@@ -30,6 +32,8 @@ from tests.helpers.states import (
     states_of,
 )
 
+#: The simulator is slow.
+SIMULATED = kv.target() == "sim"
 KINDS = ("float32", "float16", "bfloat16")
 STATES = ("recurrent_state", "conv_state")
 
@@ -239,7 +243,9 @@ def replay_states(states: MambaCacheManager, stashes: Sequence[str], random: np.
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("ids", "lengths"), PATHS)
-@pytest.mark.parametrize("sizes", [{}, {"num_heads": 1, "num_groups": 1, "head_dim": 1, "state_size": 1}, {"head_dim": 80}])
+@pytest.mark.parametrize(
+    "sizes", [{}, {"num_heads": 1, "num_groups": 1, "head_dim": 1, "state_size": 1}, {"head_dim": 16, "state_size": 12}]
+)
 def test_mamba_replay_is_the_sequential_recurrence(kind: str, ids: Any, lengths: list[int], sizes: dict[str, int]) -> None:
     """Bit by bit, with the rounding of the state's type behind every token."""
     slots = [2, 0, 3, 1]
@@ -261,7 +267,13 @@ def test_mamba_replay_is_the_sequential_recurrence(kind: str, ids: Any, lengths:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("ids", "lengths"), PATHS)
 @pytest.mark.parametrize(
-    "sizes", [{}, {"num_heads": 6, "num_key_heads": 2, "head_dim": 3, "state_size": 70}, {"head_dim": 1, "state_size": 1}]
+    "sizes",
+    [
+        {},
+        {"num_heads": 3, "num_key_heads": 1, "head_dim": 19, "state_size": 7},
+        {"head_dim": 1, "state_size": 1},
+        {"num_heads": 2, "head_dim": 16, "state_size": 8},
+    ],
 )
 def test_delta_net_replay_against_numpy(kind: str, ids: Any, lengths: list[int], sizes: dict[str, int]) -> None:
     slots = [2, 0, 3, 1]
@@ -328,9 +340,46 @@ def test_a_nan_has_the_same_bits_on_every_target(net: Any, sizes: dict[str, int]
         assert (bits[is_nan] == (0x7FFFFFFF if kind == "float32" else 0x7FFF)).all()
 
 
-def test_a_column_that_no_block_holds_is_not_replayed() -> None:
-    with pytest.raises(ConfigError, match="a GatedDeltaNetLayer cannot do 'replay'"):
-        verifying(delta_net(head_dim=8193), 1, "replay")
+@pytest.mark.parametrize(
+    ("net", "sizes"),
+    [
+        (mamba2, {"num_groups": 1, "head_dim": 64, "state_size": 128}),
+        (mamba2, {"num_groups": 1, "head_dim": 8, "state_size": 672}),  # six tokens are more than lies near a block
+        (delta_net, {"num_key_heads": 1, "head_dim": 32 if SIMULATED else 128, "state_size": 128}),
+        (delta_net, {"num_key_heads": 1, "head_dim": 768, "state_size": 4}),  # and here
+    ],
+)
+def test_sizes_of_models(net: Any, sizes: dict[str, int]) -> None:
+    layer = net(num_heads=1, **sizes)
+    with states_of(verifying(layer, 6, "replay", layers=1, max_batch_size=2)) as states:
+        random = np.random.default_rng(11)
+        given = {name: fill(states, name, random) for name in states.state_names}
+        if net is delta_net:
+            given["replay_k_state"] /= np.linalg.norm(given["replay_k_state"], axis=-1, keepdims=True)
+            states.state("replay_k_state", 0).fill_from(np.ascontiguousarray(given["replay_k_state"][0]))
+        assert commit(states, [6, 1], [1, 0]) == {}
+        found, step = everything(states, "recurrent_state")[0], replayed_mamba if net is mamba2 else sequential_delta_net
+        for row, (length, slot) in enumerate([(6, 1), (1, 0)]):
+            expected = given["recurrent_state"][0, slot]
+            for token in range(length):
+                inputs = [given[name][0, row, token] for name in (MAMBA_STASHES if net is mamba2 else DELTA_STASHES)]
+                expected = step(expected, *inputs)
+            assert same_bits(found[slot], expected)
+
+
+@pytest.mark.parametrize("net", [mamba2, delta_net])
+def test_states_in_parts(net: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """States that are too large for one block give what they give in one."""
+    found = []
+    for tiles in (None, 4):
+        if tiles is not None:
+            monkeypatch.setattr(state_commit, "_MAMBA_TILES", tiles)
+            monkeypatch.setattr(state_commit, "_REPLAY_THREADS", tiles)
+        with states_of(verifying(net(head_dim=16, state_size=16), 6, "replay", layers=1)) as states:
+            replay_states(states, MAMBA_STASHES if net is mamba2 else DELTA_STASHES, np.random.default_rng(12))
+            assert commit(states, [4, 0, 1, 3], [2, 0, 3, 1]) == {}
+            found.append(everything(states, "recurrent_state"))
+    assert same_bits(*found)
 
 
 def test_a_delta_net_writes_what_is_new() -> None:

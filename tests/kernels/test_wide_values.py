@@ -17,11 +17,10 @@ from numba_kv.kernels.wide_rows import divided, floats_of, load_raw, load_some, 
 from numba_kv.kernels.wide_values import (
     bfloat16_results,
     float16_results,
+    from_float16_any_nan,
     inverse_root,
     minus,
     plus,
-    rounded_bfloat16,
-    rounded_float16,
     scaled,
     times,
 )
@@ -32,6 +31,12 @@ def widen(item, memory, found, kind):
     floats = floats_of(load_raw(memory, np.int64(item) * 8 * (memory.shape[0] // found.shape[0]), kind, False), kind)
     for i in range(8):
         found[8 * item + i] = bits_of(floats[i])
+
+
+def widen_any_nan(item, bits, found):
+    floats = from_float16_any_nan(np.uint64(bits[item]))
+    for i in range(4):
+        found[4 * item + i] = bits_of(floats[i])
 
 
 def narrow(item, memory, found, kind, nbytes):
@@ -56,12 +61,11 @@ def round_results(item, bits, found, kind):
     at = 4 * np.int64(item)
     a, b, c, d = float_of(bits[at]), float_of(bits[at + 1]), float_of(bits[at + 2]), float_of(bits[at + 3])
     if kind == FLOAT16:
-        four, word = rounded_float16(a, b, c, d), float16_results(a, b, c, d)
+        word = float16_results(a, b, c, d)
     else:
-        four, word = rounded_bfloat16(a, b, c, d), bfloat16_results(a, b, c, d)
+        word = bfloat16_results(a, b, c, d)
     for i in range(4):
-        found[at + i, 0] = bits_of(four[i])
-        found[at + i, 1] = np.int64(word >> np.uint64(16 * i) & np.uint64(0xFFFF))
+        found[at + i] = np.int64(word >> np.uint64(16 * i) & np.uint64(0xFFFF))
 
 
 def divide(item, numbers, divisors, by, found):
@@ -69,6 +73,7 @@ def divide(item, numbers, divisors, by, found):
 
 
 WIDEN = Kernel(widen, {"memory": array("uint8"), "found": array("uint32"), "kind": scalar()}, False, ["kind"])
+WIDEN_ANY_NAN = Kernel(widen_any_nan, {"bits": array("int64"), "found": array("uint32")}, False)
 NARROW = Kernel(
     narrow, {"memory": array("uint8"), "found": array("uint8"), "kind": scalar(), "nbytes": scalar()}, False, ["kind"]
 )
@@ -79,7 +84,7 @@ COPY = Kernel(
     ["kind"],
 )
 CALCULATE = Kernel(calculate, {"a": array("uint32"), "b": array("uint32"), "found": array("uint32", 2)}, False)
-RESULTS = Kernel(round_results, {"bits": array("uint32"), "found": array("uint32", 2), "kind": scalar()}, False, ["kind"])
+RESULTS = Kernel(round_results, {"bits": array("uint32"), "found": array("uint32"), "kind": scalar()}, False, ["kind"])
 DIVIDE = Kernel(
     divide,
     {"numbers": array("int64"), "divisors": array("int64"), "by": array("int64"), "found": array("int64")},
@@ -119,6 +124,16 @@ def test_every_pattern_widens_as_single_ones_do(device: Device, name: str) -> No
     assert np.array_equal(found[~nan], elements.view(np.uint32)[~nan])
     assert np.isnan(found[nan].view(np.float32)).all()
     assert np.array_equal(found >> 31, bits >> (8 * size - 1))
+
+
+def test_every_float16_widens_where_a_nan_may_have_any_bits(device: Device) -> None:
+    bits = whole(patterns(1 << 16, 128, device.target)).astype(np.uint16)
+    found = run(device, WIDEN_ANY_NAN, len(bits) // 4, ((len(bits),), "uint32"), bits=bits.view(np.int64))
+    elements = bits.view(np.float16).astype(np.float32)
+    nan = np.isnan(elements)
+    assert nan.any()
+    assert np.array_equal(found[~nan], elements.view(np.uint32)[~nan])
+    assert np.isnan(found[nan].view(np.float32)).all()
 
 
 @pytest.mark.parametrize("name", SMALL)
@@ -187,18 +202,15 @@ def test_single_and_packed_conversions_agree_on_nan() -> None:
         assert to_float32(nan, kind) & 0x7FFFFFFF > 0x7F800000
 
 
-@pytest.mark.parametrize(("kind", "name"), [(FLOAT16, "float16"), (BFLOAT16, "bfloat16")])
-def test_results_are_rounded_and_a_nan_is_that_of_a_gpu(device: Device, kind: int, name: str) -> None:
-    """Rounded as single elements are; a NaN stays one on the way and is stored with all bits set but the sign."""
+@pytest.mark.parametrize("kind", [FLOAT16, BFLOAT16], ids=["float16", "bfloat16"])
+def test_results_are_rounded_and_a_nan_is_that_of_a_gpu(device: Device, kind: int) -> None:
+    """Rounded as single elements are; a NaN is stored with all bits set but the sign."""
     random = np.random.default_rng(3).integers(0, 2**32, 400, np.uint32)
     bits = np.concatenate(
         [random, np.array([0, 0x80000000, 0x7F800000, 0xFF800000, 0x7FC00000, 0xFFFFFFFF, 1, 0x477FF000], np.uint32)]
     )
-    found = run(device, RESULTS.fixed(kind=kind), len(bits) // 4, ((len(bits), 2), "uint32"), bits=bits)
+    found = run(device, RESULTS.fixed(kind=kind), len(bits) // 4, ((len(bits),), "uint32"), bits=bits)
     is_nan = np.isnan(bits.view(np.float32))
     wanted = np.array([from_float32(int(b), kind) for b in bits], np.uint32)
-    assert np.array_equal(found[:, 1], np.where(is_nan, 0x7FFF, wanted))
-    floats = np.array([to_float32(int(w), kind) for w in wanted], np.uint32)
-    assert np.array_equal(found[~is_nan, 0], floats[~is_nan])
-    assert np.isnan(found[is_nan, 0].astype(np.uint32).view(np.float32)).all()
+    assert np.array_equal(found, np.where(is_nan, 0x7FFF, wanted))
     assert is_nan.sum() >= 2
