@@ -60,6 +60,91 @@ def rotary_unit(table, row_at, c, pairs, wide):
     return cosines, floats_of(get_run(table, row_at, pairs + 8 * c, count, FLOAT32, wide, True), FLOAT32)
 
 
+@routine
+def place_of(number, token, counts, given, strides):
+    """Return of head `number` of the list: memory, where it begins there, whether it is of Q or V, and which of those it is."""
+    q_heads, heads = counts
+    q, memory, v = given
+    (q_token, q_head), (token_stride, head_stride), (v_token, v_head) = strides
+    head = np.uint32(number)
+    is_q, is_v = head < np.uint32(q_heads), head >= np.uint32(q_heads + heads)
+    own = np.uint32(head - np.uint32(q_heads))
+    if is_q:
+        own, memory, token_stride, head_stride = head, q, q_token, q_head
+    if is_v:
+        own, memory, token_stride, head_stride = np.uint32(own - np.uint32(heads)), v, v_token, v_head
+    return memory, product(token, token_stride) + product(own, head_stride), is_q, is_v, own
+
+
+@routine
+def inverse_norm(a, b, memory, at, lane, lanes, unit, channels, kind, interleaved, wide, single):
+    """Return what the heads of a team are multiplied by, of the lane's first unit and those behind it."""
+    t, team_shift, units, rotary_units, rotary, dim, inverse_dim, eps = channels
+    team = np.int64(1) << team_shift
+    value = squares(floats_of(a, kind), floats_of(b, kind))
+    zero = np.float32(0.0)
+    if t != unit:
+        value = zero
+    sum_of_squares = team_sum(value, lane, lanes, team)
+    if not single:
+        rounds = (units + team - 1) >> team_shift
+        tree = grow_tree(np.int64(0), sum_of_squares, (zero, zero, zero, zero, zero, zero))
+        for turn in range(1, rounds):
+            c = t + (np.int64(turn) << team_shift)
+            value = zero
+            if c < units:
+                there = unit_runs(c, rotary_units, rotary, dim, interleaved)
+                more_a, more_b = both_runs(memory, at, there, kind, wide)
+                value = squares(floats_of(more_a, kind), floats_of(more_b, kind))
+            tree = grow_tree(np.int64(turn), team_sum(value, lane, lanes, team), tree)
+        sum_of_squares = close_tree(rounds, tree)
+    return norm_factor(sum_of_squares, inverse_dim, eps)
+
+
+@routine
+def put_unit(a, b, places, head, angles, norm, targets, offsets, kinds):
+    """Normalise and rotate a unit and write it to where it goes."""
+    is_q, is_v, own, is_there, in_table, to_slot = head
+    rotates, cosines, sines = angles
+    has_norm, inverse, norm_offset, q_weight, weight = norm
+    pool, q_out, k_out, factors = targets
+    slot_at, pool_half, pool_head, q_at, q_out_head, k_at, k_out_head, heads = offsets
+    kind, pool_kind, weight_kind, interleaved, wide, has_k_out = kinds
+    none = np.uint64(0)
+    empty = (none, none, none, none)
+    if not in_table:
+        a, b = empty, empty
+    x, y = floats_of(a, kind), floats_of(b, kind)
+    if in_table and (rotates or has_norm):
+        if weight_kind != NO_NORM and has_norm:
+            if is_q:
+                weight = q_weight
+            w_a, w_b = both_runs(weight, np.int64(0), places, weight_kind, wide)
+            offset = float_of(norm_offset)
+            x = normalised(x, inverse, offset, floats_of(w_a, weight_kind))
+            y = normalised(y, inverse, offset, floats_of(w_b, weight_kind))
+        if rotates:
+            x, y = rotated(x, y, cosines, sines, interleaved)
+        a, b = raw_of(x, kind), raw_of(y, kind)
+    target, to, is_wanted = pool, slot_at + product(own, pool_head), is_there and to_slot
+    if is_v:
+        to += pool_half
+    if is_q:
+        target, to, is_wanted = q_out, q_at + product(own, q_out_head), is_there
+    if kind == pool_kind or is_q:
+        put_both(target, to, places, a, b, kind, wide, is_wanted)
+    else:
+        if pool_kind == FLOAT8:
+            factor_at = np.uint64(own)
+            if is_v:
+                factor_at += np.uint64(heads)
+            factor = factors[factor_at]
+            x, y = rescaled(x, factor), rescaled(y, factor)
+        put_both(target, to, places, raw_of(x, pool_kind), raw_of(y, pool_kind), pool_kind, wide, is_wanted)
+    if has_k_out and not is_q and not is_v:
+        put_both(k_out, k_at + product(own, k_out_head), places, a, b, kind, wide, is_there)
+
+
 @kernel(
     block_form=True,
     open_scalars=(
@@ -72,7 +157,7 @@ def rotary_unit(table, row_at, c, pairs, wide):
         "interleaved",
         "wide",
         "single",
-        "exact",
+        "heads_each",
     ),
     q=memory("uint8"),
     k=memory("uint8"),
@@ -121,7 +206,7 @@ def rotary_unit(table, row_at, c, pairs, wide):
     interleaved=scalar(),
     wide=scalar(),
     single=scalar(),
-    exact=scalar(),
+    heads_each=scalar(),
 )
 def rotate_kv(
     item,
@@ -174,13 +259,14 @@ def rotate_kv(
     interleaved,
     wide,
     single,
-    exact,
+    heads_each,
 ):
     """Normalise and rotate Q and K of a token, write K and V to its slot, Q to `q_out`, K to `k_out`; strides in bytes.
 
     A slot outside [0, num_slots) drops K and V, but not Q and `k_out`. A position outside of the table drops K and V, and Q and
-    `k_out` become zeros; a table has a row at least. `single`: a lane has one unit at most; `exact`: as many teams as heads.
-    `inverse_dim`, `eps` and `norm_offset` are the bits of float32. `q_out` may be `q`, and `k_out` `k`.
+    `k_out` become zeros; a table has a row at least. `single`: a lane has one unit at most. `heads_each`: heads that every team
+    has, 1 or 2; 0: any number of them. `inverse_dim`, `eps` and `norm_offset` are the bits of float32. `q_out` may be `q`, and
+    `k_out` `k`.
 
     Item: a token; teams of ``2**team_shift`` lanes, at most all of them, share its heads.
     """
@@ -199,92 +285,58 @@ def rotate_kv(
     pairs = rotary >> 1
     rotary_units = (rotary + 15) >> 4
     units = rotary_units + ((dim - rotary + 15) >> 4)
-    rounds = (units + team - 1) >> team_shift
-    has_unit = t < units
-    unit = min(t, units - 1)
+    unit, last = min(t, units - 1), rotary_units - 1
     runs = unit_runs(unit, rotary_units, rotary, dim, interleaved)
     total = q_heads + 2 * heads
+    counts, given = (q_heads, heads), (q, k, v)
+    strides = ((q_token, q_head), (k_token, k_head), (v_token, v_head))
+    targets = (pool, q_out, k_out, factors)
     slot_at = slot_place(slot, shift, pool_page, pool_token)
+    q_at, k_at = product(token, q_out_token), product(token, k_out_token)
+    offsets = (slot_at, pool_half, pool_head, q_at, q_out_head, k_at, k_out_head, heads)
+    channels = (t, team_shift, units, rotary_units, rotary, dim, inverse_dim, eps)
+    kinds = (kind, pool_kind, weight_kind, interleaved, wide, has_k_out)
     none = np.uint64(0)
     empty = (none, none, none, none)
     cosines = floats_of(empty, FLOAT32)
     sines = cosines
     first = np.int64(0)
     while True:  # as often for every lane: teams add up their squares together
-        head, is_there = np.uint32(first + group), has_unit
-        if not exact:
-            head, is_there = np.uint32(min(first + group, total - 1)), has_unit and first + group < total
-        is_q, is_v = head < np.uint32(q_heads), head >= np.uint32(q_heads + heads)
-        own, memory, token_stride, head_stride = np.uint32(head - np.uint32(q_heads)), k, k_token, k_head
-        if is_q:
-            own, memory, token_stride, head_stride = head, q, q_token, q_head
-        if is_v:
-            own, memory, token_stride, head_stride = np.uint32(own - np.uint32(heads)), v, v_token, v_head
-        at = product(token, token_stride) + product(own, head_stride)
+        number, is_there = first + group, t < units
+        if heads_each == 0:
+            number, is_there = min(number, total - 1), is_there and number < total
+        memory, at, is_q, is_v, own = place_of(number, token, counts, given, strides)
         a, b = both_runs(memory, at, runs, kind, wide)
-        if has_table and (exact or not single or first == 0):
-            cosines, sines = rotary_unit(table, row_at, min(unit, rotary_units - 1), pairs, wide)
-        has_norm = False
-        inverse = np.float32(1.0)
+        if heads_each == 2:
+            memory2, at2, is_q2, is_v2, own2 = place_of(number + teams, token, counts, given, strides)
+            a2, b2 = both_runs(memory2, at2, runs, kind, wide)
+        if has_table and (heads_each != 0 or not single or first == 0):
+            cosines, sines = rotary_unit(table, row_at, min(unit, last), pairs, wide)
+        has_norm, inverse = False, np.float32(1.0)
         if weight_kind != NO_NORM:
             has_norm = not is_v and ((is_q and has_q_norm != 0) or (not is_q and has_k_norm != 0))
-            value = squares(floats_of(a, kind), floats_of(b, kind))
-            if not has_unit:
-                value = np.float32(0.0)
-            sum_of_squares = team_sum(value, lane, lanes, team)
-            if not single:
-                zero = np.float32(0.0)
-                tree = grow_tree(np.int64(0), sum_of_squares, (zero, zero, zero, zero, zero, zero))
-                for turn in range(1, rounds):
-                    c = t + (np.int64(turn) << team_shift)
-                    value = zero
-                    if c < units:
-                        there = unit_runs(c, rotary_units, rotary, dim, interleaved)
-                        more_a, more_b = both_runs(memory, at, there, kind, wide)
-                        value = squares(floats_of(more_a, kind), floats_of(more_b, kind))
-                    tree = grow_tree(np.int64(turn), team_sum(value, lane, lanes, team), tree)
-                sum_of_squares = close_tree(rounds, tree)
-            inverse = norm_factor(sum_of_squares, inverse_dim, eps)
-        c, places = unit, runs
-        while True:
-            rotates = has_table and not is_v and c < rotary_units
-            if not in_table:
-                a, b = empty, empty
-            x, y = floats_of(a, kind), floats_of(b, kind)
-            if in_table and (rotates or has_norm):
-                if weight_kind != NO_NORM and has_norm:
-                    weight = k_weight
-                    if is_q:
-                        weight = q_weight
-                    w_a, w_b = both_runs(weight, np.int64(0), places, weight_kind, wide)
-                    offset = float_of(norm_offset)
-                    x = normalised(x, inverse, offset, floats_of(w_a, weight_kind))
-                    y = normalised(y, inverse, offset, floats_of(w_b, weight_kind))
-                if rotates:
-                    x, y = rotated(x, y, cosines, sines, interleaved)
-                a, b = raw_of(x, kind), raw_of(y, kind)
-            target, to, is_wanted = pool, slot_at + product(own, pool_head), is_there and to_slot
-            if is_v:
-                to += pool_half
-            if is_q:
-                target, to, is_wanted = q_out, product(token, q_out_token) + product(own, q_out_head), is_there
-            if kind == pool_kind or is_q:
-                put_both(target, to, places, a, b, kind, wide, is_wanted)
-            else:
-                if pool_kind == FLOAT8:
-                    factor = factors[np.uint64(head) - np.uint64(q_heads)]
-                    x, y = rescaled(x, factor), rescaled(y, factor)
-                put_both(target, to, places, raw_of(x, pool_kind), raw_of(y, pool_kind), pool_kind, wide, is_wanted)
-            if has_k_out and not is_q and not is_v:
-                to = product(token, k_out_token) + product(own, k_out_head)
-                put_both(k_out, to, places, a, b, kind, wide, is_there)
-            c += team
-            if single or c >= units:
-                break
+            inverse = inverse_norm(a, b, memory, at, lane, lanes, unit, channels, kind, interleaved, wide, single)
+        head = (is_q, is_v, own, is_there, in_table, to_slot)
+        norm = (has_norm, inverse, norm_offset, q_weight, k_weight)
+        angles = (has_table and not is_v and unit < rotary_units, cosines, sines)
+        put_unit(a, b, runs, head, angles, norm, targets, offsets, kinds)
+        if heads_each == 2:
+            if weight_kind != NO_NORM:
+                has_norm = not is_v2 and ((is_q2 and has_q_norm != 0) or (not is_q2 and has_k_norm != 0))
+                inverse = inverse_norm(a2, b2, memory2, at2, lane, lanes, unit, channels, kind, interleaved, wide, single)
+            head = (is_q2, is_v2, own2, is_there, in_table, to_slot)
+            norm = (has_norm, inverse, norm_offset, q_weight, k_weight)
+            angles = (has_table and not is_v2 and unit < rotary_units, cosines, sines)
+            put_unit(a2, b2, runs, head, angles, norm, targets, offsets, kinds)
+        c = t + team
+        while not single and c < units:
             places = unit_runs(c, rotary_units, rotary, dim, interleaved)
             a, b = both_runs(memory, at, places, kind, wide)
             if has_table:
-                cosines, sines = rotary_unit(table, row_at, min(c, rotary_units - 1), pairs, wide)
+                cosines, sines = rotary_unit(table, row_at, min(c, last), pairs, wide)
+            angles = (has_table and not is_v and c < rotary_units, cosines, sines)
+            put_unit(a, b, places, head, angles, norm, targets, offsets, kinds)
+            c += team
         first += teams
-        if exact or first >= total:
+        if heads_each != 0 or first >= total:
             break

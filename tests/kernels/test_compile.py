@@ -33,7 +33,14 @@ from tests.helpers.machine_code import accesses  # noqa: E402
 
 
 def rotation(
-    kind: int, pool_kind: int, weight_kind: int = NO_NORM, interleaved: int = 0, wide: int = 1, single: int = 1, **known: int
+    kind: int,
+    pool_kind: int,
+    weight_kind: int = NO_NORM,
+    interleaved: int = 0,
+    wide: int = 1,
+    single: int = 1,
+    heads_each: int = 0,
+    **known: int,
 ) -> Kernel:
     return rotate_kv.fixed(
         team_shift=3,
@@ -45,13 +52,13 @@ def rotation(
         interleaved=interleaved,
         wide=wide,
         single=single,
-        exact=single,
+        heads_each=heads_each,
         **known,
     )
 
 
 #: What a kernel of one model knows when it is compiled.
-MODEL = {"dim": 128, "rotary": 128, "q_heads": 32, "heads": 8}
+MODEL = {"heads_each": 1, "dim": 128, "rotary": 128, "q_heads": 32, "heads": 8}
 AS_IT_IS = {"kind": RAW, "pool_kind": RAW, "has_heads": 0, "has_span": 0}
 
 #: Fixed forms that stand for the others, and how wide their accesses are.
@@ -71,12 +78,16 @@ WIDE = {
         {"LDG.64", "LDG.128", "STG.128"},
     ),
     "rotation": (rotation(BFLOAT16, BFLOAT16, **MODEL), {"LDG.32", "LDG.64", "LDG.128", "STG.128"}),
+    "rotation of two heads": (
+        rotation(BFLOAT16, BFLOAT16, **MODEL | {"heads_each": 2}),
+        {"LDG.32", "LDG.64", "LDG.128", "STG.128"},
+    ),
     "rotation to float8": (rotation(BFLOAT16, FLOAT8, **MODEL), {"LDG.32", "LDG.64", "LDG.128", "STG.64", "STG.128"}),
     "norm and rotation": (rotation(BFLOAT16, BFLOAT16, BFLOAT16, **MODEL), {"LDG.32", "LDG.64", "LDG.128", "STG.128"}),
     "pages": (copy_page_units, {"LDG.32", "LDG.128", "STG.128"}),
 }
 #: Forms that know their model.
-OF_MODEL = {WIDE[name][0].name for name in ("rotation", "rotation to float8", "norm and rotation")}
+OF_MODEL = {WIDE[name][0].name for name in WIDE if "rotation" in name}
 FORMS = (
     rotation(BFLOAT16, BFLOAT16),
     rotation(BFLOAT16, FLOAT8, BFLOAT16),
