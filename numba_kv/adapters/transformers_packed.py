@@ -96,7 +96,7 @@ class PackedCache(ModelCache):
             max_rewind_tokens=max_rewind_tokens,
             max_batch_tokens=max_batch_tokens,
             num_kv_pages=num_kv_pages,
-            keeps_chunks=True,
+            reads_pages=True,
         )
         choice = AttentionChoice(decoder_of(model))
         resources = open_resources(layers.config, model.device, target, memory_bytes)

@@ -79,6 +79,34 @@ def unit(memory, at, left, kind, wide):
 
 
 @routine
+def key_units(memory, at, stride, kind):
+    """Return four units of a key."""
+    return (
+        wide_unit(memory, at, kind),
+        wide_unit(memory, at + stride, kind),
+        wide_unit(memory, at + 2 * stride, kind),
+        wide_unit(memory, at + 3 * stride, kind),
+    )
+
+
+@routine
+def value_unit(memory, offsets, key, channel, kind):
+    """Return a unit of a key's V. Of one that is not there any that is: its weight is zero, and no branch holds loads up."""
+    return wide_unit(memory, max(np.int64(0), np.int64(offsets[np.uint64(key)])) + channel, kind)
+
+
+@routine
+def value_units(memory, offsets, key, parts, channel, kind):
+    """Return a unit of the V of four keys, every `parts`-th."""
+    return (
+        value_unit(memory, offsets, key, channel, kind),
+        value_unit(memory, offsets, key + parts, channel, kind),
+        value_unit(memory, offsets, key + 2 * parts, channel, kind),
+        value_unit(memory, offsets, key + 3 * parts, channel, kind),
+    )
+
+
+@routine
 def dot(total, floats, at, x):
     """Return `total` and the product of a unit with four neighbours of `floats`."""
     place = np.uint64(at)
@@ -119,8 +147,16 @@ def score_tile(floats, offsets, memory, keys, lines, sharing, lane, lanes, kind,
             c = np.float32(0.0)
             d = np.float32(0.0)
             channel = begin
+            while channel + 3 * stride < dim:  # four loads are under way before the first is used
+                xs = key_units(memory, at + channel, stride, kind)
+                for x in xs:
+                    a = dot(a, floats, q0 + channel, x)
+                    b = dot(b, floats, q1 + channel, x)
+                    c = dot(c, floats, q2 + channel, x)
+                    d = dot(d, floats, q3 + channel, x)
+                    channel += stride
             while channel < dim:
-                x = unit(memory, at + channel, dim - channel, kind, wide)
+                x = wide_unit(memory, at + channel, kind)
                 a = dot(a, floats, q0 + channel, x)
                 b = dot(b, floats, q1 + channel, x)
                 c = dot(c, floats, q2 + channel, x)
@@ -198,14 +234,28 @@ def weigh_tile(floats, offsets, memory, keys, lines, sharing, kind, wide):
             a = (zero, zero, zero, zero)
             b, c, d = a, a, a
             j = np.int64(part)
-            while j < count:
-                at = np.int64(offsets[np.uint64(value_at + j)])
-                if at >= 0:
-                    x = unit(memory, at + channel, dim - channel, kind, wide)
+            while kind != FLOAT8 and j + 7 * parts < count:  # eight loads are under way before the first is used
+                xs = value_units(memory, offsets, value_at + j, parts, channel, kind)
+                for x in xs + value_units(memory, offsets, value_at + j + 4 * parts, parts, channel, kind):
                     a = weighted(a, floats[np.uint64(row + j)], x)
                     b = weighted(b, floats[np.uint64(row + tile + j)], x)
                     c = weighted(c, floats[np.uint64(row + 2 * tile + j)], x)
                     d = weighted(d, floats[np.uint64(row + 3 * tile + j)], x)
+                    j += parts
+            while kind == FLOAT8 and j + 3 * parts < count:  # four: they become as many floats at once
+                xs = value_units(memory, offsets, value_at + j, parts, channel, kind)
+                for x in xs:
+                    a = weighted(a, floats[np.uint64(row + j)], x)
+                    b = weighted(b, floats[np.uint64(row + tile + j)], x)
+                    c = weighted(c, floats[np.uint64(row + 2 * tile + j)], x)
+                    d = weighted(d, floats[np.uint64(row + 3 * tile + j)], x)
+                    j += parts
+            while j < count:
+                x = value_unit(memory, offsets, value_at + j, channel, kind)
+                a = weighted(a, floats[np.uint64(row + j)], x)
+                b = weighted(b, floats[np.uint64(row + tile + j)], x)
+                c = weighted(c, floats[np.uint64(row + 2 * tile + j)], x)
+                d = weighted(d, floats[np.uint64(row + 3 * tile + j)], x)
                 j += parts
             to = acc_at + i * pitch + channel
             add_scaled(floats, to, floats[np.uint64(rescale_at + i)], a)

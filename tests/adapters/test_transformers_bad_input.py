@@ -299,32 +299,7 @@ def test_what_is_no_model() -> None:
     ("config", "model", "sizes"),
     [
         ("MambaConfig", "MambaForCausalLM", {"num_hidden_layers": 2, "hidden_size": 32, "state_size": 4}),
-        (
-            "DeepseekV3Config",
-            "DeepseekV3ForCausalLM",
-            {
-                "num_hidden_layers": 2,
-                "hidden_size": 32,
-                "n_routed_experts": 4,
-                "n_group": 1,
-                "topk_group": 1,
-                "num_experts_per_tok": 2,
-            }
-            | {
-                "moe_intermediate_size": 8,
-                "intermediate_size": 16,
-                "first_k_dense_replace": 1,
-                "q_lora_rank": 8,
-                "kv_lora_rank": 8,
-            }
-            | {
-                "num_attention_heads": 2,
-                "num_key_value_heads": 2,
-                "qk_rope_head_dim": 8,
-                "qk_nope_head_dim": 8,
-                "v_head_dim": 8,
-            },
-        ),
+        ("GPT2Config", "GPT2LMHeadModel", {"n_layer": 1, "n_embd": 16, "n_head": 2, "add_cross_attention": True}),
     ],
 )
 def test_models_that_keep_something_else(config: str, model: str, sizes: dict[str, Any]) -> None:

@@ -23,7 +23,7 @@ def forward(model: Any, cache: Any, ids: Any, mask: Any) -> Any:
         ).logits
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3", "mistral", "gemma4"])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "mistral", "gemma4", "deepseek_v3", "mimo_v2_flash"])
 @pytest.mark.parametrize("pads", [(0,), (0, 6)], ids=["one", "padded"])
 def test_beam_search(name: str, pads: tuple[int, ...], target: str) -> None:
     if target == "sim" and (name, pads) != ("gemma3", (0,)):

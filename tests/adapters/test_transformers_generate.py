@@ -9,6 +9,7 @@ import pytest
 from tests.helpers.transformers_models import (
     FAMILIES,
     FAMILIES_IN_SIM,
+    UNEQUAL_FAMILIES,
     WINDOW,
     check_equal,
     generated,
@@ -47,13 +48,13 @@ def check_family(name: str, target: str, steps: int, shape: tuple[int, tuple[int
 
 
 @pytest.mark.parametrize("shape", [SHORT, LONG, PADDED], ids=["short", "long", "padded"])
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", [*FAMILIES, *UNEQUAL_FAMILIES])
 def test_a_family_generates_the_same(name: str, shape: tuple[int, tuple[int, ...]], target: str, steps: int) -> None:
     check_family(name, target, steps, shape)
 
 
 @pytest.mark.parametrize("shape", [LONG, PADDED], ids=["long", "padded"])
-@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_oss", "gemma4"])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_oss", "gemma4", "deepseek_v3", "mimo_v2_flash"])
 def test_bfloat16(name: str, shape: tuple[int, tuple[int, ...]], target: str, steps: int) -> None:
     check_family(name, target, steps, shape, kind="bfloat16")
 
@@ -76,7 +77,7 @@ def test_any_page_size_and_reach(page_tokens: int, reach: int, target: str, step
 @pytest.mark.parametrize("reach", [0, 7])
 @pytest.mark.parametrize("chunk", [1, 6, 7])
 @pytest.mark.parametrize("shape", [LONG, PADDED], ids=["long", "padded"])
-@pytest.mark.parametrize("name", ["llama", "gemma3", "llama4"])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "llama4", "deepseek_v3", "mimo_v2_flash"])
 def test_a_prompt_in_chunks(
     name: str, shape: tuple[int, tuple[int, ...]], chunk: int, reach: int, target: str, steps: int
 ) -> None:
@@ -100,7 +101,7 @@ def test_pads_that_fill_a_whole_step_are_kept_once(target: str) -> None:
         assert cache.stored_tokens == [25 - 3, 25 - 3]
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3", "llama4"])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "llama4", "deepseek_v3", "mimo_v2_flash"])
 @pytest.mark.parametrize("shape", [SHORT, PADDED], ids=["one", "padded"])
 def test_a_chat_goes_on(name: str, shape: tuple[int, tuple[int, ...]], target: str, steps: int) -> None:
     """Three turns; each sends all ids of the turns before it, as a chat does."""

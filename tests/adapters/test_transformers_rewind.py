@@ -32,7 +32,7 @@ def fed(model: Any, cache: Any, ids: Any, mask: Any) -> Any:
         ).logits
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3", "mistral", "gemma4"])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "mistral", "gemma4", "deepseek_v3", "mimo_v2_flash"])
 @pytest.mark.parametrize("pads", [(0,), (0, 5, 9)], ids=["one", "padded"])
 def test_tokens_that_are_taken_back_leave_no_trace(name: str, pads: tuple[int, ...], target: str) -> None:
     """Right tokens and wrong ones that are taken back at once, beside transformers' own cache, which cannot do more."""
@@ -77,7 +77,7 @@ def test_a_crop_into_the_pads(target: str) -> None:
     assert torch.equal(found[1], wanted[1])
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3", "mistral", "gemma4"])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "mistral", "gemma4", "deepseek_v3", "mimo_v2_flash"])
 @pytest.mark.parametrize("noise", [0.0, 0.05, 5.0], ids=["same", "near", "useless"])
 @pytest.mark.parametrize("tokens", [WINDOW - 3, 3 * WINDOW + 1])
 def test_assisted_generation(name: str, noise: float, tokens: int, target: str, steps: int) -> None:

@@ -34,7 +34,24 @@ _SLIDING = {"sliding_window": WINDOW}
 _TURNS = {"layer_types": ["sliding_attention", "full_attention"] * 2, **_SLIDING}
 _GEMMA = {"query_pre_attn_scalar": 16, **_HEAD}
 _ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 128,
+    "llama_4_scaling_beta": 0.1,
+    "partial_rotary_factor": 1 / 3,
+}
 _SMALL_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+_EXPERTS = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_group": 1, "topk_group": 1}
+_LATENT = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 24,
+    "q_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 12,
+}
 _PER_LAYER = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCABULARY, "num_kv_shared_layers": 2}
 
 #: Name -> configuration class, model class, what differs from the common sizes.
@@ -60,8 +77,33 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
     "gpt_neox": ("GPTNeoXConfig", "GPTNeoXForCausalLM", {"num_key_value_heads": 4}),
 }
+#: As those: K and V of different sizes, latents in all but the last.
+UNEQUAL_FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "deepseek_v2": ("DeepseekV2Config", "DeepseekV2ForCausalLM", {**_LATENT, **_EXPERTS, "first_k_dense_replace": 1}),
+    "deepseek_v3": ("DeepseekV3Config", "DeepseekV3ForCausalLM", {**_LATENT, **_EXPERTS, "first_k_dense_replace": 1}),
+    "minicpm3": ("MiniCPM3Config", "MiniCPM3ForCausalLM", _LATENT),
+    "longcat_flash": (
+        "LongcatFlashConfig",
+        "LongcatFlashForCausalLM",
+        {**_LATENT, "head_dim": 8, "ffn_hidden_size": 96, "expert_ffn_hidden_size": 16, "n_routed_experts": 4}
+        | {"zero_expert_num": 2, "moe_topk": 2},
+    ),
+    "mistral4": (
+        "Mistral4Config",
+        "Mistral4ForCausalLM",
+        {**_LATENT, **_EXPERTS, "kv_lora_rank": 7, "rope_parameters": _YARN},  # an odd sum
+    ),
+    "youtu": ("YoutuConfig", "YoutuForCausalLM", {**_LATENT, "kv_lora_rank": 4}),  # narrower than the rotated key
+    "glm4_moe_lite": ("Glm4MoeLiteConfig", "Glm4MoeLiteForCausalLM", {**_LATENT, **_EXPERTS}),
+    "axk1": ("AXK1Config", "AXK1ForCausalLM", {**_LATENT, **_EXPERTS}),
+    "mimo_v2_flash": (
+        "MiMoV2FlashConfig",
+        "MiMoV2FlashForCausalLM",
+        {**_EXPERTS, **_HEAD, **_TURNS, "v_head_dim": 12, "num_key_value_heads": 1},
+    ),
+}
 #: Those that have no attention but their own.
-_EAGER_ONLY = ("gemma2", "gpt_oss")
+_EAGER_ONLY = ("gemma2", "gpt_oss", "mimo_v2_flash")
 #: Those that the simulator has the time for.
 FAMILIES_IN_SIM = ("llama", "gemma3")
 
@@ -76,7 +118,7 @@ def tiny(
     name: str, target: str = "cpu", kind: str = "float32", attention: str = "sdpa", seed: int = 0, noise: float = 0.0
 ) -> Any:
     """Return a model of a family; equal arguments give equal weights. `noise` makes a bad copy of it."""
-    config_class, model_class, extra = FAMILIES[name]
+    config_class, model_class, extra = {**FAMILIES, **UNEQUAL_FAMILIES}[name]
     torch.manual_seed(seed)
     attention = "eager" if name in _EAGER_ONLY else attention
     config = getattr(transformers, config_class)(**{**_COMMON, **extra}, attn_implementation=attention)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import ast
 import importlib.machinery
 import importlib.util
@@ -29,6 +30,16 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.setattr(sys, "base_prefix", sys.prefix)
     monkeypatch.delenv("VIRTUAL_ENV", raising=False)
     monkeypatch.delenv("CONDA_PREFIX", raising=False)
+    return module
+
+
+def loaded(tool: str) -> ModuleType:
+    """Return a tool without a suffix as a module."""
+    loader = importlib.machinery.SourceFileLoader(tool, str(ROOT / "tools" / tool))
+    spec = importlib.util.spec_from_loader(tool, loader)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    loader.exec_module(module)
     return module
 
 
@@ -184,6 +195,12 @@ def test_a_missing_pip_is_made_first(installer: Installer) -> None:
     assert installer.prepare("viz")[0].endswith("-m ensurepip")
 
 
+def test_what_conda_has_no_package_of_is_named_for_pip(environment: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(environment.MODULES, "models", ("json", "gguf_of_nobody"))
+    with pytest.raises(environment.SetupError, match="lacks gguf_of_nobody: `pip install gguf_of_nobody` brings"):
+        environment._check_modules(sys.executable, ("models",))
+
+
 def test_in_a_conda_environment_pip_adds_no_package(installer: Installer, tmp_path: Path) -> None:
     (tmp_path / "conda-meta").mkdir()
     (tmp_path / "conda-meta" / "numba-cuda-0.30.4-py312_0.json").touch()
@@ -200,6 +217,36 @@ def test_the_test_tool_explains_itself() -> None:
     done = subprocess.run([sys.executable, ROOT / "tools" / "test", "--help"], capture_output=True, text=True, check=True)
     assert "--fast" in done.stdout
     assert "--gpu" in done.stdout
+    assert "--models" in done.stdout
+
+
+def test_real_models_are_a_run_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    tool = loaded("test")
+    options = argparse.Namespace(fast=False, gpu=False, models=True)
+    ((_, command, extra),) = tool.plan("python", options, ["-k", "padded"])
+    assert command[3:] == ["-v", "-m", "model", "tests/adapters", "-k", "padded"]
+    assert extra["NUMBA_KV_TARGET"] == "cpu"
+
+
+CHECKPOINT = "tests/adapters/test_transformers_checkpoint.py"
+
+
+@pytest.mark.parametrize("choice", [[], ["-m", "not gpu"], ["-k", "gather"]], ids=["none", "markers", "names"])
+def test_real_models_are_left_out_of_other_runs(choice: list[str]) -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--collect-only", CHECKPOINT, *choice]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    assert done.returncode == 5, done.stdout
+    assert "no tests collected (12 deselected)" in done.stdout
+
+
+def test_real_models_that_are_not_installed_fail_with_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise ImportError('torch is planted')\n")  # found before an installed one
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "model", "-k", "512-paged", CHECKPOINT]
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "NUMBA_KV_TARGET": "cpu"}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, env=environment)
+    assert done.returncode == 1
+    assert "torch is planted; `tools/test --models` installs what is missing" in done.stdout
 
 
 NO_DEVICE = {**os.environ, "CUDA_VISIBLE_DEVICES": "-1"}
@@ -231,11 +278,7 @@ def test_a_python_without_the_project_is_no_gpu(
 
 def test_a_gpu_without_nvidia_smi_has_no_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "tools"))
-    loader = importlib.machinery.SourceFileLoader("gpu_check", str(ROOT / "tools" / "gpu_check"))
-    spec = importlib.util.spec_from_loader("gpu_check", loader)
-    assert spec is not None
-    module = importlib.util.module_from_spec(spec)
-    loader.exec_module(module)
+    module = loaded("gpu_check")
     monkeypatch.setenv("PATH", str(tmp_path))
     assert module.gpu() == {}
     assert "python" in module.versions()
