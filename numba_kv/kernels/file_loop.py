@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["load_windows"]
 
 #: Words of a job: the next window that nobody has, bytes of a window and of all, address of the destination, functions.
-NEXT, WINDOW_NBYTES, NBYTES, DESTINATION, READ, COPY, RECORD, WAIT = range(8)
+NEXT, WINDOW_NBYTES, NBYTES, DESTINATION, READ, COPY, RECORD, QUERY = range(8)
 JOB_WORDS = 8
 #: Words of a reader: number of the block whose turn it is, bytes that it has sent, its stream.
 TURN, SENT, STREAM = range(3)
@@ -40,6 +40,7 @@ BEGIN, END, FILE, OFFSET = range(4)
 NONE_LEFT = -1
 
 _STATUS = 0xFFFFFFFF  # a status has 32 bits; what stands above them in a word is anything
+_NOT_READY = 600
 _WORD = ir.IntType(64)
 
 
@@ -75,6 +76,15 @@ def _clear(typingctx, address, nbytes):
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64), codegen
+
+
+@part
+def _await(query: int, event: int) -> int:
+    """Ask until the work before an event has run; return 0, or the status of a failure. The driver's own wait wakes up late."""
+    status: int = np.int64(_NOT_READY)
+    while status == _NOT_READY:
+        status = _call(query, event, 0, 0, 0) & _STATUS
+    return status
 
 
 @part
@@ -126,11 +136,12 @@ def load_windows(
     Parameters
     ----------
     job : int64 [JOB_WORDS]
-        Shared by all readers; see `NEXT` and those behind it. Without a window left they end.
+        Shared by all readers; see `NEXT` and those behind it. Without a window left they end, as when somebody writes the number
+        of windows to `NEXT`.
     reader : int64 [READER_WORDS]
-        Of this reader; see `TURN` and those behind it.
+        Of this reader; see `TURN` and those behind it. Zeros and the stream at first.
     blocks : int64 [blocks, 2]
-        Of this reader; see `ADDRESS` and `EVENT`. The event of each was recorded before.
+        Of this reader; see `ADDRESS` and `EVENT`. What was recorded before on these events has run.
     pieces : int64 [pieces, 4]
         By rising begin, none empty; see `BEGIN` and those behind it.
     filled : int
@@ -141,7 +152,8 @@ def load_windows(
     int
         A window that the caller is to write to the block whose turn it is; or see `NONE_LEFT`.
 
-    Stream: enqueues a copy and an event for each window, and waits for the event of a block before it is filled again.
+    Stream: enqueues a copy and an event for each window. Waits for the event of a block before it is filled again, and for all
+    copies of this reader if none is left.
     """
     nbytes = job[NBYTES]
     window: int = np.int64(filled)
@@ -161,11 +173,14 @@ def load_windows(
             reader[TURN] = turn = (turn + 1) % len(blocks)
         window = _take(job)
         begin = window * job[WINDOW_NBYTES]
-        if begin >= nbytes:
-            return NONE_LEFT
-        end = min(begin + job[WINDOW_NBYTES], nbytes)
-        status = _call(job[WAIT], blocks[turn, EVENT], 0, 0, 0) & _STATUS
-        if status != 0:
+        last = begin >= nbytes
+        if last:
+            if reader[SENT] == 0:
+                return NONE_LEFT
+            turn = (turn + len(blocks) - 1) % len(blocks)
+        status = _await(job[QUERY], blocks[turn, EVENT])
+        if last or status != 0:
             return NONE_LEFT - status
+        end = min(begin + job[WINDOW_NBYTES], nbytes)
         if not _fill(job[READ], pieces, blocks[turn, ADDRESS], begin, end):
             return window

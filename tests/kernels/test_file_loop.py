@@ -31,8 +31,8 @@ class Host:
         self.calls: list[tuple[str, int]] = []
         self.out = np.full(NBYTES + 256, 0xEE, np.uint8)
         self.staging = np.full((readers, 2, BLOCK), 0xEE, np.uint8)
-        names = {"copy": self.copy, "record": self.record, "wait": self.wait} | functions
-        self._kept = [CALL(names[name]) for name in ("copy", "record", "wait")]
+        names = {"copy": self.copy, "record": self.record, "query": self.query} | functions
+        self._kept = [CALL(names[name]) for name in ("copy", "record", "query")]
         read = functions.get("read")
         self._kept += [CALL(read)] if read else []
         pread = address(self._kept[3] if read else ctypes.CDLL(None).pread)
@@ -53,9 +53,11 @@ class Host:
         self.calls.append(("record", event))
         return 0
 
-    def wait(self, event: int, *rest: int) -> int:
-        self.calls.append(("wait", event))
-        return 0
+    def query(self, event: int, *rest: int) -> int:
+        """Say once that the work has not run, then that it has."""
+        done = self.calls[-1:] == [("query", event)]
+        self.calls.append(("query", event))
+        return 0 if done else 600 | 7 << 32
 
     def run(self, pieces: list[list[int]], filled: int = -1, reader: int = 0) -> int:
         table = np.array(pieces, np.int64).reshape(-1, 4)
@@ -100,7 +102,9 @@ def test_a_block_is_waited_for_before_it_is_filled_again(file: int) -> None:
     host = Host(file)
     host.run([[0, NBYTES, file, 0]])
     windows = -(-NBYTES // BLOCK)
-    assert host.calls == [(name, window % 2) for window in range(windows) for name in ("wait", "record")]
+    expected = [(name, window % 2) for window in range(windows) for name in ("query", "query", "record")]
+    last = (windows - 1) % 2  # which has run when the loop has ended
+    assert host.calls == [*expected, ("query", last), ("query", last)]
 
 
 def test_what_no_file_gives_is_the_callers(file: int) -> None:
@@ -129,7 +133,7 @@ def test_short_reads_go_on_where_they_ended(file: int) -> None:
     assert np.array_equal(host.out[:NBYTES], CONTENT[3 : NBYTES + 3])
 
 
-@pytest.mark.parametrize("call", ["copy", "record", "wait"])
+@pytest.mark.parametrize("call", ["copy", "record", "query"])
 def test_a_status_ends_the_loop(file: int, call: str) -> None:
     left = [1, 1, 1]
     host = Host(file, **{call: lambda *arguments: 0 if left and left.pop() else 719 | 5 << 32})
