@@ -136,8 +136,8 @@ def load_windows(
     Parameters
     ----------
     job : int64 [JOB_WORDS]
-        Shared by all readers; see `NEXT` and those behind it. Without a window left they end, as when somebody writes the number
-        of windows to `NEXT`.
+        Shared by all readers; see `NEXT` and those behind it. Without a window left they end; writing the number of windows to
+        `NEXT` makes them.
     reader : int64 [READER_WORDS]
         Of this reader; see `TURN` and those behind it. Zeros and the stream at first.
     blocks : int64 [blocks, 2]

@@ -53,8 +53,8 @@ def measure_loading(
     """Time loading a file from the page cache onto the device, beside a plain page-locked copy of the same bytes.
 
     The first load is that of a process which has loaded nothing yet; `external_weights_nbytes` announces it, so that device
-    memory, staging and threads are there. Without that the load makes them: `first_unannounced_ratio`. Later loads make their
-    device memory, and nothing else.
+    memory, staging, threads and the compiled loop are there. Without that the load makes them: `first_unannounced_ratio`. Later
+    loads make their device memory, and nothing else.
 
     Parameters
     ----------

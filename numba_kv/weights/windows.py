@@ -1,4 +1,4 @@
-"""Windows: a destination cut into blocks, and the segments that reach into each.
+"""Windows: a destination cut into equal parts, and the segments that reach into each.
 
 Knows ranges. Does not know blocks or threads.
 """
@@ -62,8 +62,8 @@ class Windows:
     ----------
     nbytes : int
         End of the last segment.
-    ranges : list of (begin, end)
-        The windows; together they are [0, nbytes).
+    window_nbytes, count : int
+        Bytes of a window, of which the last may have fewer, and how many there are; together they are [0, nbytes).
 
     Raises
     ------
@@ -81,7 +81,23 @@ class Windows:
             self.nbytes = segment.end
         self._segments = _joined(segments)
         self._begins = [s.begin for s in self._segments]
-        self.ranges = [(begin, min(begin + window_nbytes, self.nbytes)) for begin in range(0, self.nbytes, window_nbytes)]
+        self.window_nbytes = window_nbytes
+        self.count = -(-self.nbytes // window_nbytes)
+
+    def range(self, window: int) -> tuple[int, int]:
+        """Return begin and end of a window."""
+        begin = window * self.window_nbytes
+        return begin, min(begin + self.window_nbytes, self.nbytes)
+
+    def pieces(self) -> NDArray[np.int64]:
+        """Return where bytes are to be taken from: int64 [pieces, 4], as `kernels.file_loop.load_windows` takes them.
+
+        Begin and end of each segment, and descriptor and offset of its file; -1 and 0 for what is not simply a file's bytes.
+        """
+        import numpy as np
+
+        rows = [(s.begin, s.end, *(s.fill.place if isinstance(s.fill, FileRange) else (-1, 0))) for s in self._segments]
+        return np.array(rows, np.int64).reshape(-1, 4)
 
     def fill(self, out: NDArray[np.uint8], begin: int) -> None:
         """Write the destination's bytes from `begin` on into `out`; what belongs to no segment becomes 0."""
