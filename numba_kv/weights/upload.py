@@ -36,11 +36,11 @@ if TYPE_CHECKING:
 __all__ = ["BLOCK_NBYTES", "STAGING_NBYTES", "Fill", "Progress", "Segment", "Uploader", "lent_uploader"]
 
 #: Page-locked bytes of an uploader at most, unless it is told otherwise.
-STAGING_NBYTES = 32 << 20
-#: Bytes of a block, two for each of 8 readers. Copies of smaller blocks are slower, and larger ones begin later.
+STAGING_NBYTES = 48 << 20
+#: Bytes of a block, two for each of 12 readers. Copies of smaller blocks are slower, and larger ones begin later.
 BLOCK_NBYTES = 2 << 20
-#: More readers than this are no faster, and each has to be woken.
-_MAX_READERS = 8
+#: More readers than this are no faster.
+_MAX_READERS = 12
 #: Seconds between two reports of progress.
 _REPORT_EVERY = 0.05
 
@@ -64,7 +64,7 @@ class Uploader:
     block_nbytes : int
         Bytes of a block, rounded down to a multiple of 256; at most `staging_nbytes`.
     num_readers : int, optional
-        Threads that fill, at most one a block; None: as many as the machine has cores, at most 8.
+        Threads that fill, at most one a block; None: as many as the machine has cores, at most 12.
 
     Raises
     ------
