@@ -239,6 +239,8 @@ class CudaDevice(Device):
             copy=driver_function("cuMemcpyHtoDAsync"),
             record=driver_function("cuEventRecord"),
             query=driver_function("cuEventQuery"),
+            make_current=driver_function("cuCtxSetCurrent"),
+            context=int(self._context),
         )
 
     def copy_to_host(self, destination: int, source: int, nbytes: int, stream: Stream) -> None:

@@ -29,11 +29,17 @@ class CopyFunctions:
         ``record(event, stream)``
     query : int
         ``query(event)``; 0 once the work before the event has run, 600 until then.
+    make_current : int
+        ``make_current(context)``, for threads on which the device is not current.
+    context : int
+        The device's, no address of a function.
     """
 
     copy: int
     record: int
     query: int
+    make_current: int
+    context: int
 
 
 @cache

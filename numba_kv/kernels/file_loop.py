@@ -1,6 +1,8 @@
 """The compiled loop of a reader: windows of files into page-locked blocks, and from there to the device.
 
-It runs beside the interpreter, without its lock. Like the loop of `driver_loop` it calls functions by their addresses.
+It runs beside the interpreter, without its lock: `load_windows` on the thread that calls it, `load_on_threads` on threads of
+the system that Python never hears of, so that none begins or ends by waiting for that lock. Like the loop of `driver_loop` it
+calls functions by their addresses.
 Importing this file imports Numba and compiles. ::
 
     pieces    | file 3, from byte 512 on | gap | file 4, from 8 on | not a file's bytes |
@@ -18,19 +20,24 @@ import numpy as np
 from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
+from numba.np.arrayobj import populate_array
 
-from numba_kv.kernels.host_code import compiled, part
+from numba_kv.kernels.host_code import called_back, compiled, part
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["load_windows"]
+__all__ = ["load_on_threads", "load_windows"]
 
 #: Words of a job: the next window that nobody has, bytes of a window and of all, address of the destination, functions.
 NEXT, WINDOW_NBYTES, NBYTES, DESTINATION, READ, COPY, RECORD, QUERY = range(8)
-JOB_WORDS = 8
+#: And for `load_on_threads`: a function that makes a context current, the context, address and number of the pieces.
+MAKE_CURRENT, CONTEXT, PIECES, NUM_PIECES = range(8, 12)
+JOB_WORDS = 12
 #: Words of a reader: number of the block whose turn it is, bytes that it has sent, its stream.
 TURN, SENT, STREAM = range(3)
+#: And for `load_on_threads`: address of the job, address and number of its blocks, the thread, what `load_windows` returned.
+JOB, BLOCKS, NUM_BLOCKS, THREAD, RESULT = range(3, 8)
 READER_WORDS = 8  # of a cache line, which no other reader writes
 #: Columns of a block: its address and its event.
 ADDRESS, EVENT = range(2)
@@ -76,6 +83,35 @@ def _clear(typingctx, address, nbytes):
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64), codegen
+
+
+def _view(num_axes: int):
+    """Return what an intrinsic needs that makes an array of an address and extents."""
+    kind = types.Array(types.int64, num_axes, "C")
+
+    def codegen(context, builder, signature, arguments):
+        array = context.make_array(kind)(context, builder)
+        address, *extents = arguments
+        steps = [ir.Constant(_WORD, 8)]
+        for extent in extents[:0:-1]:
+            steps.insert(0, builder.mul(steps[0], extent))
+        data = builder.inttoptr(address, _WORD.as_pointer())
+        populate_array(array, data, extents, steps, ir.Constant(_WORD, 8), None)
+        return array._getvalue()
+
+    return kind(*[types.int64] * (1 + num_axes)), codegen
+
+
+@intrinsic
+def _words(typingctx, address, count):
+    """Return the words at an address: int64 [count]."""
+    return _view(1)
+
+
+@intrinsic
+def _rows(typingctx, address, count, width):
+    """Return the table at an address: int64 [count, width]."""
+    return _view(2)
 
 
 @part
@@ -184,3 +220,51 @@ def load_windows(
         end = min(begin + job[WINDOW_NBYTES], nbytes)
         if not _fill(job[READ], pieces, blocks[turn, ADDRESS], begin, end):
             return window
+
+
+@called_back("int64(int64)")
+def _read_on_thread(address: int) -> int:
+    """Be the reader whose words lie at `address`. One that the driver refuses ends all."""
+    reader = _words(address, np.int64(READER_WORDS))
+    job = _words(reader[JOB], np.int64(JOB_WORDS))
+    result: int = NONE_LEFT - (_call(job[MAKE_CURRENT], job[CONTEXT], 0, 0, 0) & _STATUS)
+    if result == NONE_LEFT:
+        blocks = _rows(reader[BLOCKS], reader[NUM_BLOCKS], np.int64(2))
+        pieces = _rows(job[PIECES], job[NUM_PIECES], np.int64(4))
+        result = load_windows(job, reader, blocks, pieces, np.int64(-1))
+    if result < NONE_LEFT:
+        job[NEXT] = job[NBYTES]  # more than there are windows
+    reader[RESULT] = result
+    return 0
+
+
+@compiled("int64(int64, int64, int64, int64, int64)", waits=True)
+def _run_threads(readers: int, count: int, routine: int, create: int, join: int) -> int:
+    """Be the first of some readers whose words begin at `readers`, and have threads for the others; return how many worked."""
+    table = _rows(readers, count, np.int64(READER_WORDS))
+    row = 8 * READER_WORDS
+    made: int = np.int64(1)
+    while made < count:
+        at = readers + made * row
+        if _call(create, at + 8 * THREAD, 0, routine, at) & _STATUS != 0:
+            break  # the system has no more threads: those that there are do it
+        made += 1
+    _call(routine, readers, 0, 0, 0)
+    for reader in range(1, made):
+        _call(join, table[reader, THREAD], 0, 0, 0)
+    return made
+
+
+def load_on_threads(readers: NDArray[np.int64], create: int, join: int) -> None:
+    """Have `load_windows` run for several readers at once; return when all have. Each finds its result in its `RESULT`.
+
+    Parameters
+    ----------
+    readers : int64 [readers, READER_WORDS]
+        See `TURN`, `JOB` and those behind them; `RESULT` is `NONE_LEFT`.
+    create, join : int
+        Addresses of ``pthread_create`` and ``pthread_join``.
+
+    Stream: as `load_windows`.
+    """
+    _run_threads(readers.ctypes.data, len(readers), _read_on_thread.address, create, join)

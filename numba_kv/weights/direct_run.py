@@ -6,6 +6,8 @@ Knows which window is next. Does not know threads.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 from numba_kv.weights.blocks import host_bytes
@@ -31,10 +33,9 @@ class DirectRun:
     """
 
     def __init__(self, windows: Windows, memory: Memory, num_readers: int) -> None:
-        self.num_readers = min(num_readers, windows.count)
         self._windows, self._memory = windows, memory
         self._left = deque(range(windows.count))
-        self._done = [0] * self.num_readers  # bytes of each reader
+        self._done = [0] * min(num_readers, windows.count)  # bytes of each reader
 
     @property
     def done_nbytes(self) -> int:
@@ -45,14 +46,19 @@ class DirectRun:
         """Let every reader return after the window that it is at."""
         self._left.clear()
 
-    def work(self, reader: int) -> None:
-        """Write windows until there are none. For the thread of one reader.
+    @property
+    def parts(self) -> list[Callable[[], None]]:
+        """What is to run, each on a thread of its own: a part for each reader.
 
-        Raises
-        ------
+        They raise
+        ----------
         WeightError
             If a source fails.
         """
+        return [partial(self._write, reader) for reader in range(len(self._done))]
+
+    def _write(self, reader: int) -> None:
+        """Write windows until there are none."""
         out = host_bytes(self._memory)
         while True:
             try:

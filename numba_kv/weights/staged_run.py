@@ -1,10 +1,15 @@
 """One upload through page-locked blocks. What files give is read and sent by the compiled loop, beside the interpreter.
 
-Knows the words of that loop. Does not know threads. Importing this file imports Numba and compiles.
+Knows the words of that loop, and the functions of the system that make threads for it. Does not know threads of Python.
+Importing this file imports Numba and compiles.
 """
 
 from __future__ import annotations
 
+import ctypes
+import os
+from collections.abc import Callable
+from functools import cache, partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -56,7 +61,7 @@ class StagedRun:
         memory: Memory,
         num_readers: int,
     ) -> None:
-        self.num_readers = min(num_readers, windows.count)
+        count = min(num_readers, windows.count)
         self._device, self._stream, self._windows, self._blocks = device, stream, windows, blocks
         self._pieces: NDArray[np.int64] = windows.pieces()
         read = pread_address()
@@ -66,9 +71,14 @@ class StagedRun:
         self._job[loop.WINDOW_NBYTES], self._job[loop.NBYTES] = windows.window_nbytes, windows.nbytes
         self._job[loop.DESTINATION], self._job[loop.READ] = memory.address, read
         self._job[loop.COPY], self._job[loop.RECORD] = functions.copy, functions.record
-        self._job[loop.QUERY] = functions.query
-        self._readers: NDArray[np.int64] = np.zeros((self.num_readers, loop.READER_WORDS), np.int64)
-        self._readers[:, loop.STREAM] = stream.handle
+        self._job[loop.QUERY], self._job[loop.MAKE_CURRENT] = functions.query, functions.make_current
+        self._job[loop.CONTEXT] = functions.context
+        self._job[loop.PIECES], self._job[loop.NUM_PIECES] = self._pieces.ctypes.data, len(self._pieces)
+        self._readers: NDArray[np.int64] = np.zeros((count, loop.READER_WORDS), np.int64)
+        self._readers[:, loop.STREAM], self._readers[:, loop.JOB] = stream.handle, self._job.ctypes.data
+        self._readers[:, loop.RESULT] = loop.NONE_LEFT
+        for words, table in zip(self._readers, map(blocks.table, range(count)), strict=True):
+            words[loop.BLOCKS], words[loop.NUM_BLOCKS] = table.ctypes.data, len(table)
 
     @property
     def done_nbytes(self) -> int:
@@ -79,22 +89,52 @@ class StagedRun:
         """Let every reader return after the window that it is at."""
         self._job[loop.NEXT] = self._windows.count
 
-    def work(self, reader: int) -> None:
-        """Send windows until there are none, and wait for their copies. For the thread of one reader.
+    @property
+    def parts(self) -> list[Callable[[], None]]:
+        """What is to run, each on a thread of its own.
 
-        Raises
-        ------
+        One part alone if files give everything: its readers need no Python. Otherwise a part for each reader.
+
+        They raise
+        ----------
         WeightError
             If a source fails.
         DeviceError
             If the driver refuses a copy.
         """
-        words, table = self._readers[reader], self._blocks.table(reader)
+        if all(_thread_functions()) and (self._pieces[:, loop.FILE] >= 0).all():
+            return [self._read_files]
+        return [partial(self._read, reader) for reader in range(len(self._readers))]
+
+    def _read_files(self) -> None:
+        """Send all windows, and wait for their copies."""
         with self._device.active():
-            window = int(loop.load_windows(self._job, words, table, self._pieces, -1))
-            while window >= 0:
-                begin, end = self._windows.range(window)
-                self._windows.fill(self._blocks.of(reader)[words[loop.TURN]][: end - begin], begin)
-                window = int(loop.load_windows(self._job, words, table, self._pieces, window))
+            loop.load_on_threads(self._readers, *_thread_functions())
+            for reader, result in enumerate(self._readers[:, loop.RESULT].tolist()):
+                self._go_on(reader, result)
+
+    def _read(self, reader: int) -> None:
+        """Send windows until there are none, and wait for their copies. For the thread of one reader."""
+        with self._device.active():
+            table = self._blocks.table(reader)
+            self._go_on(reader, int(loop.load_windows(self._job, self._readers[reader], table, self._pieces, -1)))
+
+    def _go_on(self, reader: int, window: int) -> None:
+        """Fill what the loop returned, and come back to it. The device is current."""
+        words, table = self._readers[reader], self._blocks.table(reader)
+        while window >= 0:
+            begin, end = self._windows.range(window)
+            self._windows.fill(self._blocks.of(reader)[words[loop.TURN]][: end - begin], begin)
+            window = int(loop.load_windows(self._job, words, table, self._pieces, window))
         if window != loop.NONE_LEFT:
             raise DeviceError(f"copy to the device: the driver reports {status_name(loop.NONE_LEFT - window)}")
+
+
+@cache
+def _thread_functions() -> tuple[int, int]:
+    """Return the addresses of the system's functions that make and join threads; 0 and 0 where they have other names."""
+    if os.name != "posix":
+        return 0, 0
+    library = ctypes.CDLL(None)
+    create, join = (ctypes.cast(library[name], ctypes.c_void_p).value or 0 for name in ("pthread_create", "pthread_join"))
+    return create, join

@@ -205,7 +205,7 @@ class Uploader:
                     memory=memory,
                     num_readers=self._num_readers,
                 )
-            work[:] = [threads.submit(run.work, reader) for reader in range(run.num_readers)]
+            work[:] = [threads.submit(part) for part in run.parts]
             _watch(work, tell)
         except BaseException:  # whatever happened: no reader is left behind, and no copy
             if run is not None:

@@ -90,7 +90,9 @@ class LateDevice(HostDevice):
         self._streams = {1: self.stream}
         self.status = 0
         # what is called by its address alone
-        self._functions = {name: FUNCTION(getattr(self, f"_{name}_block")) for name in ("copy", "record", "query")}
+        functions = {name: getattr(self, f"_{name}_block") for name in ("copy", "record", "query")}
+        functions["make_current"] = lambda context, *rest: 0 if context == id(self) else 201
+        self._functions = {name: FUNCTION(function) for name, function in functions.items()}
 
     def as_stream(self, stream: object | None) -> Stream:
         if stream is None:
@@ -99,7 +101,8 @@ class LateDevice(HostDevice):
         return super().as_stream(stream)
 
     def copy_functions(self) -> CopyFunctions:
-        return CopyFunctions(**{name: ctypes.cast(f, ctypes.c_void_p).value or 0 for name, f in self._functions.items()})
+        addresses = {name: ctypes.cast(f, ctypes.c_void_p).value or 0 for name, f in self._functions.items()}
+        return CopyFunctions(**addresses, context=id(self))
 
     def _copy_block(self, destination: int, source: int, nbytes: int, stream: int) -> int:
         self._copy(destination, source, nbytes, self._streams[stream])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import os
+import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -36,12 +38,18 @@ class Host:
         read = functions.get("read")
         self._kept += [CALL(read)] if read else []
         pread = address(self._kept[3] if read else ctypes.CDLL(None).pread)
-        self.job = np.array([0, BLOCK, NBYTES, self.out.ctypes.data, pread, *map(address, self._kept[:3])], np.int64)
+        make_current = CALL(functions.get("make_current", lambda context, *rest: 0 if context == 99 else 201))
+        self._kept.append(make_current)
+        words = [0, BLOCK, NBYTES, self.out.ctypes.data, pread, *map(address, self._kept[:3]), address(make_current), 99, 0, 0]
+        self.job = np.array(words, np.int64)
         self.words = np.zeros((readers, loop.READER_WORDS), np.int64)
         self.words[:, loop.STREAM] = 77
         self.blocks = [
             np.array([[self.staging[r, i].ctypes.data, 100 * r + i] for i in range(2)], np.int64) for r in range(readers)
         ]
+        self.words[:, loop.JOB], self.words[:, loop.RESULT] = self.job.ctypes.data, loop.NONE_LEFT
+        for row, table in zip(self.words, self.blocks, strict=True):
+            row[loop.BLOCKS], row[loop.NUM_BLOCKS] = table.ctypes.data, len(table)
         self.file = descriptor
 
     def copy(self, to: int, source: int, nbytes: int, stream: int) -> int:
@@ -62,6 +70,14 @@ class Host:
     def run(self, pieces: list[list[int]], filled: int = -1, reader: int = 0) -> int:
         table = np.array(pieces, np.int64).reshape(-1, 4)
         return int(loop.load_windows(self.job, self.words[reader], self.blocks[reader], table, filled))
+
+    def run_on_threads(self, pieces: list[list[int]], create: object = None) -> list[int]:
+        """Return what the loop of each reader returned."""
+        table = np.array(pieces, np.int64).reshape(-1, 4)
+        self.job[loop.PIECES], self.job[loop.NUM_PIECES] = table.ctypes.data, len(table)
+        system = ctypes.CDLL(None)
+        loop.load_on_threads(self.words, address(create or system.pthread_create), address(system.pthread_join))
+        return [int(result) for result in self.words[:, loop.RESULT]]
 
 
 @pytest.fixture
@@ -149,3 +165,73 @@ def test_without_windows_readers_end(file: int) -> None:
     host = Host(file, copy=copy)
     assert host.run([[0, NBYTES, file, 0]]) == loop.NONE_LEFT
     assert host.words[0, loop.SENT] == BLOCK
+
+
+# --- threads of the system
+
+
+@pytest.mark.parametrize("places", PIECES, ids=["one", "several", "none"])
+@pytest.mark.parametrize("readers", [1, 2, 5])
+def test_readers_on_threads_of_the_system(file: int, places: list[tuple[int, int, int]], readers: int) -> None:
+    seen: set[int] = set()
+
+    def copy(*words: int) -> int:
+        seen.add(threading.get_native_id())
+        time.sleep(1e-3)
+        return host.copy(*words)
+
+    host, known = Host(file, readers, copy=copy), threading.active_count()
+    pieces = [[begin, end, file, offset] for begin, end, offset in places]
+    assert host.run_on_threads(pieces) == [loop.NONE_LEFT] * readers
+    assert np.array_equal(host.out[:NBYTES], wanted(pieces))
+    assert (host.out[NBYTES:] == 0xEE).all()
+    assert host.words[:, loop.SENT].sum() == NBYTES
+    assert len(seen) == readers
+    assert threading.active_count() == known
+
+
+def test_a_reader_that_the_driver_refuses_ends_all(file: int) -> None:
+    def copy(*words: int) -> int:
+        calls.append(words)
+        return 719 if len(calls) == 4 else host.copy(*words)
+
+    calls: list[tuple[int, ...]] = []
+    host = Host(file, 3, copy=copy)
+    assert sorted(host.run_on_threads([[0, NBYTES, file, 0]])) == [loop.NONE_LEFT - 719, loop.NONE_LEFT, loop.NONE_LEFT]
+    assert len(calls) < 15
+    host = Host(file, 3, make_current=lambda *words: 4)
+    assert host.run_on_threads([[0, NBYTES, file, 0]]) == [loop.NONE_LEFT - 4] * 3
+    assert (host.out == 0xEE).all()
+
+
+def test_a_window_that_no_file_gives_is_left_in_the_result(file: int) -> None:
+    host, left = Host(file, 2), 20_000 // BLOCK
+    pieces = [[0, 20_000, file, 0], [20_000, 20_400, file, 1 << 40], [20_480, NBYTES, file, 20_480]]
+    results = host.run_on_threads(pieces)
+    assert sorted(results) == [loop.NONE_LEFT, left]
+    assert host.words[:, loop.SENT].sum() == NBYTES - BLOCK
+    reader = results.index(left)
+    host.staging[reader, host.words[reader, loop.TURN]] = 7
+    assert host.run(pieces, left, reader) == loop.NONE_LEFT
+    expected = CONTENT[:NBYTES].copy()
+    expected[left * BLOCK : (left + 1) * BLOCK] = 7
+    assert np.array_equal(host.out[:NBYTES], expected)
+
+
+@pytest.mark.parametrize("most", [0, 1])
+def test_without_more_threads_those_that_there_are_do_it(file: int, most: int) -> None:
+    made: list[int] = []
+    system = ctypes.CDLL(None).pthread_create
+    system.argtypes = [ctypes.c_void_p] * 4
+
+    @CALL
+    def create(*words: int) -> int:
+        if len(made) == most:
+            return 11
+        made.append(words[0])
+        return int(system(*words))
+
+    host = Host(file, 4)
+    assert host.run_on_threads([[0, NBYTES, file, 0]], create) == [loop.NONE_LEFT] * 4
+    assert np.array_equal(host.out[:NBYTES], CONTENT[:NBYTES])
+    assert [bool(sent) for sent in host.words[:, loop.SENT]].count(True) <= 1 + most
