@@ -238,15 +238,15 @@ def _read_on_thread(address: int) -> int:
     return 0
 
 
-@compiled("int64(int64, int64, int64, int64, int64)", waits=True)
-def _run_threads(readers: int, count: int, routine: int, create: int, join: int) -> int:
+@compiled("int64(int64, int64, int64, int64, int64, int64)", waits=True)
+def _run_threads(readers: int, count: int, routine: int, create: int, join: int, attributes: int) -> int:
     """Be the first of some readers whose words begin at `readers`, and have threads for the others; return how many worked."""
     table = _rows(readers, count, np.int64(READER_WORDS))
     row = 8 * READER_WORDS
     made: int = np.int64(1)
     while made < count:
         at = readers + made * row
-        if _call(create, at + 8 * THREAD, 0, routine, at) & _STATUS != 0:
+        if _call(create, at + 8 * THREAD, attributes, routine, at) & _STATUS != 0:
             break  # the system has no more threads: those that there are do it
         made += 1
     _call(routine, readers, 0, 0, 0)
@@ -255,7 +255,7 @@ def _run_threads(readers: int, count: int, routine: int, create: int, join: int)
     return made
 
 
-def load_on_threads(readers: NDArray[np.int64], create: int, join: int) -> None:
+def load_on_threads(readers: NDArray[np.int64], create: int, join: int, attributes: int = 0) -> None:
     """Have `load_windows` run for several readers at once; return when all have. Each finds its result in its `RESULT`.
 
     Parameters
@@ -264,7 +264,9 @@ def load_on_threads(readers: NDArray[np.int64], create: int, join: int) -> None:
         See `TURN`, `JOB` and those behind them; `RESULT` is `NONE_LEFT`.
     create, join : int
         Addresses of ``pthread_create`` and ``pthread_join``.
+    attributes : int
+        Address of the ``pthread_attr_t`` of the threads; 0: the system's.
 
     Stream: as `load_windows`.
     """
-    _run_threads(readers.ctypes.data, len(readers), _read_on_thread.address, create, join)
+    _run_threads(readers.ctypes.data, len(readers), _read_on_thread.address, create, join, attributes)

@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 
 __all__ = ["StagedRun"]
 
+_STACK_NBYTES = 1 << 20
+_attributes = (ctypes.c_uint64 * 16)()  # what the system writes there takes half of it
+
 
 class StagedRun:
     """One upload: what is left of it, and what its readers do. Borrows everything that it is given.
@@ -102,7 +105,7 @@ class StagedRun:
         DeviceError
             If the driver refuses a copy.
         """
-        if all(_thread_functions()) and (self._pieces[:, loop.FILE] >= 0).all():
+        if _thread_functions()[0] and (self._pieces[:, loop.FILE] >= 0).all():
             return [self._read_files]
         return [partial(self._read, reader) for reader in range(len(self._readers))]
 
@@ -131,10 +134,15 @@ class StagedRun:
 
 
 @cache
-def _thread_functions() -> tuple[int, int]:
-    """Return the addresses of the system's functions that make and join threads; 0 and 0 where they have other names."""
+def _thread_functions() -> tuple[int, int, int]:
+    """Return the addresses of the functions that make and join threads, and of attributes with a small stack; 0 without them.
+
+    The system keeps stacks of threads that have ended for others, but few large ones.
+    """
     if os.name != "posix":
-        return 0, 0
+        return 0, 0, 0
     library = ctypes.CDLL(None)
     create, join = (ctypes.cast(library[name], ctypes.c_void_p).value or 0 for name in ("pthread_create", "pthread_join"))
-    return create, join
+    if library.pthread_attr_init(_attributes) or library.pthread_attr_setstacksize(_attributes, ctypes.c_size_t(_STACK_NBYTES)):
+        return create, join, 0
+    return create, join, ctypes.addressof(_attributes)

@@ -389,7 +389,7 @@ def test_windows_of_files_need_no_python(
     device, file = staged_device(), files[0]
     monkeypatch.setattr(SafetensorsFile, "read_into", None)
     if not system_threads:
-        monkeypatch.setattr("numba_kv.weights.staged_run._thread_functions", lambda: (0, 0))
+        monkeypatch.setattr("numba_kv.weights.staged_run._thread_functions", lambda: (0, 0, 0))
     with Uploader(device, staging_nbytes=8192, block_nbytes=1024) as uploader:
         fill = FileRange(file, file.tensors["t"].offset)
         memory = uploader.upload([Segment(begin=0, nbytes=30_000, fill=fill)], device.allocate(30_000))
