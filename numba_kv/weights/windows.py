@@ -78,7 +78,7 @@ class Windows:
                 raise InputError(
                     f"segments: {segment.nbytes} bytes at {segment.begin} overlap, or do not start at a multiple of {GRAIN}"
                 )
-            self.nbytes = segment.end
+            self.nbytes = segment.begin + segment.nbytes
         self._segments = _joined(segments)
         self._begins = [s.begin for s in self._segments]
         self.window_nbytes = window_nbytes
@@ -124,17 +124,17 @@ class Windows:
 def _joined(segments: Sequence[Segment]) -> list[Segment]:
     """Return the segments without empty ones, neighbours in one that are neighbours in a file: each is a call to the system."""
     found: list[Segment] = []
+    begin = end = 0  # of the segment that grows, which `first` fills
+    first: Fill | None = None
     for segment in segments:
         if not segment.nbytes:
             continue
-        last, fill = found[-1] if found else None, segment.fill
-        if (
-            last is None
-            or last.end != segment.begin
-            or not isinstance(fill, FileRange)
-            or not fill.follows(last.fill, last.nbytes)
-        ):
-            found.append(segment)
-        else:
-            found[-1] = Segment(begin=last.begin, nbytes=last.nbytes + segment.nbytes, fill=last.fill)
+        fill = segment.fill
+        if first is None or segment.begin != end or not isinstance(fill, FileRange) or not fill.follows(first, end - begin):
+            if first is not None:
+                found.append(Segment(begin=begin, nbytes=end - begin, fill=first))
+            begin, first = segment.begin, fill
+        end = segment.begin + segment.nbytes
+    if first is not None:
+        found.append(Segment(begin=begin, nbytes=end - begin, fill=first))
     return found
