@@ -630,11 +630,14 @@ def test_bfloat16_needs_no_framework(tmp_path: Path, manager: ExternalWeightMana
 def test_the_benchmark_of_loading_runs(tmp_path: Path) -> None:
     from numba_kv.replay.bench_weights import measure_loading
 
-    found = measure_loading(nbytes=1 << 20, repeat=1, processes=1, folder=str(tmp_path))
-    assert found["nbytes"] > 1 << 20  # the tensors and the header
-    assert found["first_ratio"] > 0
-    assert found["first_unannounced_ratio"] > 0
-    assert found["later_ratio"] > 0
+    sizes = [(1 << 20, 1, 1), (1 << 20, 4, 1), (1 << 50, 1, 1)]
+    found: Any = measure_loading(checkpoints=sizes, repeat=1, folder=str(tmp_path))["checkpoints"]
+    assert [one["files"] for one in found] == [1, 4]  # no disk holds the last
+    for one in found:
+        assert one["nbytes"] == 1 << 20
+        assert one["first_ratio"] > 0
+        assert one["first_unannounced_ratio"] > 0
+        assert one["later_ratio"] > 0
     assert not list(tmp_path.iterdir())
 
 
