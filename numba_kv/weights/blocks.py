@@ -39,6 +39,7 @@ class Blocks:
         self._pages: NDArray[np.uint8] | None = None  # until then
         self._events: list[Event] = []
         self._tables: list[NDArray[np.int64]] = []
+        self._places: list[tuple[int, int]] = []
 
     @property
     def nbytes(self) -> int:
@@ -76,6 +77,7 @@ class Blocks:
         self._show(host_bytes(self._memory))
         rows = [(block.ctypes.data, event.handle) for block, event in zip(self._blocks, events, strict=True)]
         self._tables = [np.array(rows[r :: self._num_readers], np.int64) for r in range(self._num_readers)]
+        self._places = [(table.ctypes.data, len(table)) for table in self._tables]
 
     def of(self, reader: int) -> list[NDArray[np.uint8]]:
         """Return the bytes of a reader's blocks."""
@@ -85,6 +87,10 @@ class Blocks:
         """Return address and event of a reader's blocks, once they are locked: int64 [blocks, 2]."""
         return self._tables[reader]
 
+    def place(self, reader: int) -> tuple[int, int]:
+        """Return the address of a reader's table, and its number of blocks."""
+        return self._places[reader]
+
     def drain(self) -> None:
         """Wait for every copy."""
         for event in self._events:
@@ -92,7 +98,7 @@ class Blocks:
 
     def close(self) -> None:
         """Give the memory back; a second call does nothing. No copy may be under way."""
-        self._blocks, self._pages, self._events, self._tables = [], None, [], []
+        self._blocks, self._pages, self._events, self._tables, self._places = [], None, [], [], []
         memory, self._memory = self._memory, None
         if memory is not None:
             memory.close(self._device.stream)

@@ -268,9 +268,11 @@ if hasattr(os, "preadv"):
     def _read_at(descriptor: int, view: memoryview, offset: int) -> int:
         return os.preadv(descriptor, [view], offset)
 
+    _pread = ctypes.cast(ctypes.CDLL(None).pread, ctypes.c_void_p).value or 0
+
     def pread_address() -> int:
         """Return the address of the system's ``pread``, which reads bytes of a file at an offset; 0 where it has none."""
-        return ctypes.cast(ctypes.CDLL(None).pread, ctypes.c_void_p).value or 0
+        return _pread
 
 else:  # Windows: one position for all threads, so they take turns
     from threading import Lock

@@ -70,18 +70,17 @@ class StagedRun:
         read = pread_address()
         if not read:  # then no file gives anything without Python
             self._pieces[:, loop.FILE] = -1
-        self._job: NDArray[np.int64] = np.zeros(loop.JOB_WORDS, np.int64)
-        self._job[loop.WINDOW_NBYTES], self._job[loop.NBYTES] = windows.window_nbytes, windows.nbytes
-        self._job[loop.DESTINATION], self._job[loop.READ] = memory.address, read
-        self._job[loop.COPY], self._job[loop.RECORD] = functions.copy, functions.record
-        self._job[loop.QUERY], self._job[loop.MAKE_CURRENT] = functions.query, functions.make_current
-        self._job[loop.CONTEXT] = functions.context
-        self._job[loop.PIECES], self._job[loop.NUM_PIECES] = self._pieces.ctypes.data, len(self._pieces)
+        job = dict.fromkeys(range(loop.JOB_WORDS), 0)
+        job[loop.WINDOW_NBYTES], job[loop.NBYTES] = windows.window_nbytes, windows.nbytes
+        job[loop.DESTINATION], job[loop.READ] = memory.address, read
+        job[loop.COPY], job[loop.RECORD], job[loop.QUERY] = functions.copy, functions.record, functions.query
+        job[loop.MAKE_CURRENT], job[loop.CONTEXT] = functions.make_current, functions.context
+        job[loop.PIECES], job[loop.NUM_PIECES] = self._pieces.ctypes.data, len(self._pieces)
+        self._job: NDArray[np.int64] = np.array(list(job.values()), np.int64)
         self._readers: NDArray[np.int64] = np.zeros((count, loop.READER_WORDS), np.int64)
         self._readers[:, loop.STREAM], self._readers[:, loop.JOB] = stream.handle, self._job.ctypes.data
+        self._readers[:, loop.BLOCKS : loop.NUM_BLOCKS + 1] = [blocks.place(reader) for reader in range(count)]
         self._readers[:, loop.RESULT] = loop.NONE_LEFT
-        for words, table in zip(self._readers, map(blocks.table, range(count)), strict=True):
-            words[loop.BLOCKS], words[loop.NUM_BLOCKS] = table.ctypes.data, len(table)
 
     @property
     def done_nbytes(self) -> int:

@@ -237,6 +237,8 @@ class Uploader:
 
     def _lock(self, making: Sequence[Future[None]]) -> None:
         """Have the loop, and blocks that copies can read."""
+        if self._blocks.is_locked:
+            return
         _staged_run()  # while pages are made
         _watch(making, lambda: None)
         with self._device.active():
