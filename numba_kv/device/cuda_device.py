@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from numba_kv.device.device import Device
 from numba_kv.device.driver import check_driver, raise_allocation_error
+from numba_kv.device.driver_functions import CopyFunctions, driver_function
 from numba_kv.device.graph import CudaGraph, Graph
-from numba_kv.device.held_calls import held_calls
 from numba_kv.device.memory import Memory, pinned_memory
 from numba_kv.device.stream import CudaStream, Event, Stream, stream_handle
 from numba_kv.errors import DeviceError, InputError, InteropError, StateError
@@ -67,7 +67,6 @@ class CudaDevice(Device):
         self.target = "cuda"
         self.ordinal = ordinal
         self._driver: Any = driver
-        self._held = held_calls()
         self.native = NativeDevice(ordinal)
         before = check_driver(driver.cuCtxGetCurrent(), "current context")
         made = False
@@ -234,21 +233,15 @@ class CudaDevice(Device):
                 self.leave()
         return again
 
-    def copy_block(self, destination: int, source: int, nbytes: int, stream: Stream, again: Event | None) -> Event:
-        """Enqueue a copy and an event without giving the interpreter's lock away."""
-        held = self._held
-        if held is None or again is None:
-            return super().copy_block(destination, source, nbytes, stream, again)
-        status = held.copy(destination, source, nbytes, stream.handle) or held.record(again.handle, stream.handle)
-        if status:
-            raise DeviceError(f"copy to the device: the driver reports error {status}")
-        self.count_upload(nbytes)
-        return again
-
-    def wait_block(self, event: Event) -> None:
-        """Wait for an event, and give the interpreter's lock away only if that takes time."""
-        if self._held is None or self._held.query(event.handle):
-            event.synchronize()
+    def copy_functions(self) -> CopyFunctions:
+        """Return the driver's own. They want the device to be current."""
+        return CopyFunctions(
+            copy=driver_function("cuMemcpyHtoDAsync"),
+            record=driver_function("cuEventRecord"),
+            query=driver_function("cuEventQuery"),
+            make_current=driver_function("cuCtxSetCurrent"),
+            context=int(self._context),
+        )
 
     def copy_to_host(self, destination: int, source: int, nbytes: int, stream: Stream) -> None:
         """Copy and wait."""

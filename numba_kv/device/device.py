@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from numba_kv.device.driver_functions import CopyFunctions
     from numba_kv.device.graph import Graph
 
 __all__ = ["Device", "create_device"]
@@ -137,15 +138,9 @@ class Device(Unique, ABC):
         self.copy_to_device(destination, source, nbytes, stream)
         return stream.record(again=again)
 
-    def copy_block(self, destination: int, source: int, nbytes: int, stream: Stream, again: Event | None) -> Event:
-        """Copy for an upload as `copy_and_record`, where several threads do so at once and the device is current in them."""
-        self._copy(destination, source, nbytes, stream)
-        self.count_upload(nbytes)
-        return stream.record(again=again)
-
-    def wait_block(self, event: Event) -> None:
-        """Wait for an event of `copy_block`, in one of these threads."""
-        event.synchronize()
+    def copy_functions(self) -> CopyFunctions | None:
+        """Return what the readers of an upload copy with; None where they can write to the device's memory themselves."""
+        return None
 
     @abstractmethod
     def copy_to_host(self, destination: int, source: int, nbytes: int, stream: Stream) -> None:

@@ -65,7 +65,7 @@ class Tensor(Unique):
         self.shape = tuple(shape)
         self.strides = _contiguous(self.shape) if strides is None else strides
         self.address = memory.address + offset_nbytes
-        low, high = self.reach
+        low, high = (0, self.size) if strides is None else self.reach
         if offset_nbytes + low * dtype.itemsize < 0 or offset_nbytes + high * dtype.itemsize > memory.nbytes:
             raise ShapeError(f"shape: {shape} of {dtype} at byte {offset_nbytes} does not fit {memory.nbytes} bytes")
 

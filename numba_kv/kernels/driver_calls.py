@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from numba_kv.device.driver import check_driver
+from numba_kv.device.driver_functions import driver_function, status_name
 from numba_kv.errors import DeviceError
 
 if TYPE_CHECKING:
@@ -21,31 +21,12 @@ if TYPE_CHECKING:
 
     from numba_kv.device.stream import Stream
 
-__all__ = ["CALL_WORDS", "GRID", "STREAM", "CaptureQuery", "DriverCalls", "driver_function"]
+__all__ = ["CALL_WORDS", "GRID", "STREAM", "CaptureQuery", "DriverCalls"]
 
 #: Words of a call: the function's address and its parameters, 11 at most, each of them 64 bits or fewer.
 CALL_WORDS = 12
 #: Words of a call of `cuLaunchKernel` that differ from one time to the next: blocks, and the stream.
 GRID, STREAM = 2, 9
-#: Version of CUDA whose meaning of a name is wanted.
-_VERSION = 12000
-
-
-@cache
-def driver_function(name: str) -> int:
-    """Return the address of a function of the driver.
-
-    Raises
-    ------
-    DeviceError
-        If the driver has none of that name.
-    """
-    from cuda.bindings import driver
-
-    address, _ = check_driver(driver.cuGetProcAddress(name.encode(), _VERSION, 0), name)
-    if not address:
-        raise DeviceError(f"{name}: the driver has no such function")
-    return int(address)
 
 
 class DriverCalls:
@@ -87,14 +68,8 @@ class DriverCalls:
             self._refuse(failed)
 
     def _refuse(self, failed: int) -> None:
-        from cuda.bindings import driver
-
         place, status = divmod(failed, 1 << 32)
-        try:
-            reason = driver.CUresult(status).name
-        except ValueError:
-            reason = f"error {status}"
-        raise DeviceError(f"{self._names[place]}: the driver reports {reason}")
+        raise DeviceError(f"{self._names[place]}: the driver reports {status_name(status)}")
 
 
 class CaptureQuery:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["compiled", "part"]
+__all__ = ["called_back", "compiled", "part"]
 
 
 def compiled(signature: str, *, waits: bool = False) -> Callable[[Any], Any]:
@@ -21,14 +21,28 @@ def compiled(signature: str, *, waits: bool = False) -> Callable[[Any], Any]:
     def decorate(function: Any) -> Any:
         import numba
 
-        for cache in (True, False):
-            try:
-                return numba.njit(signature, nogil=waits, cache=cache, _nrt=False)(function)
-            except (OSError, RuntimeError):
-                if not cache:
-                    raise
+        return _kept(lambda cache: numba.njit(signature, nogil=waits, cache=cache, _nrt=False)(function))
 
     return decorate
+
+
+def called_back(signature: str) -> Callable[[Any], Any]:
+    """Return a decorator as `compiled`, for a function that C calls by its `address`."""
+
+    def decorate(function: Any) -> Any:
+        import numba
+
+        return _kept(lambda cache: numba.cfunc(signature, cache=cache, _nrt=False)(function))
+
+    return decorate
+
+
+def _kept(make: Callable[[bool], Any]) -> Any:
+    """Return what `make` compiles with its machine code kept on disk or, where there is no place, without."""
+    try:
+        return make(True)
+    except (OSError, RuntimeError):
+        return make(False)
 
 
 def part(function: Any) -> Any:

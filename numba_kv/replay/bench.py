@@ -161,7 +161,7 @@ def measure_step(options: BenchOptions) -> dict[str, object]:
 
 
 def measure_load(options: BenchOptions) -> dict[str, object]:
-    """Time loading weights from a file in the page cache onto the device, beside a plain copy of the same bytes."""
+    """Time loading weights from files in the page cache onto the device, beside plain copies of the same bytes."""
     from numba_kv.replay.bench_weights import measure_loading
 
     return measure_loading(options.target)

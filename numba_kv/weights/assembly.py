@@ -30,6 +30,11 @@ class FileRange:
         self._file = file
         self._offset = offset
 
+    @property
+    def place(self) -> tuple[int, int]:
+        """Descriptor of the file, and where in it the bytes begin."""
+        return self._file.descriptor, self._offset
+
     def follows(self, other: Fill, nbytes: int) -> bool:
         """Return whether the bytes are those behind the first `nbytes` of another range."""
         return isinstance(other, FileRange) and other._file is self._file and other._offset + nbytes == self._offset

@@ -20,6 +20,7 @@ Item = TypeVar("Item")
 
 #: Weights that are not inputs of the engine alone, and the names that mean the same. At most one each.
 ROLES = {"embedding": "__embedding__", "ple_embedding": "__ple_embedding__"}
+_ROLE_OF = {name: role for role, name in ROLES.items()}
 
 #: What has to be equal of two weights that share storage.
 _SHARED_FIELDS = (
@@ -141,18 +142,17 @@ class WeightBinding:
         keys = tuple(self.keys) if not isinstance(self.keys, str) else (self.keys,)
         set_(self, "keys", keys or (() if self.recipe == "fill" or self.storage_alias_of else (self.name,)))
         set_(self, "nbytes", math.prod(self.shape) * self.dtype.itemsize)
-        reserved = {name: role for role, name in ROLES.items()}
-        set_(self, "role", self.role or reserved.get(self.name, ""))
-        where = f"weight {self.name!r}"
+        set_(self, "role", self.role or _ROLE_OF.get(self.name, ""))
         if self.role and self.role not in ROLES:
-            raise WeightError(f"{where}: role {self.role!r} is not one of {', '.join(ROLES)}")
-        for name in ("embedding_scale", "fill_value"):
-            if not math.isfinite(getattr(self, name)):
-                raise WeightError(f"{where}: {name} {getattr(self, name)} is not a finite number")
+            raise WeightError(f"weight {self.name!r}: role {self.role!r} is not one of {', '.join(ROLES)}")
+        if not math.isfinite(self.embedding_scale):
+            raise WeightError(f"weight {self.name!r}: embedding_scale {self.embedding_scale} is not a finite number")
+        if not math.isfinite(self.fill_value):
+            raise WeightError(f"weight {self.name!r}: fill_value {self.fill_value} is not a finite number")
         if self.shard is not None and self.recipe != "identity":
-            raise WeightError(f"{where}: shard is for the recipe identity, this one is {self.recipe!r}")
+            raise WeightError(f"weight {self.name!r}: shard is for the recipe identity, this one is {self.recipe!r}")
         if self.rank0_only and self.shard is None:
-            raise WeightError(f"{where}: rank0_only needs shard, which says the rank")
+            raise WeightError(f"weight {self.name!r}: rank0_only needs shard, which says the rank")
 
     @property
     def is_input(self) -> bool:
@@ -171,9 +171,9 @@ def list_of(name: str, given: object, kind: type[Item]) -> list[Item]:
     if isinstance(given, (str, bytes)) or not isinstance(given, Iterable):
         raise InputError(f"{name}: {given!r} is not a list of {kind.__name__}")
     found = list(given)
-    wrong = next((item for item in found if not isinstance(item, kind)), None)
-    if wrong is not None or None in found:
-        raise InputError(f"{name}: {wrong!r} is not a {kind.__name__}")
+    for item in found:
+        if not isinstance(item, kind):
+            raise InputError(f"{name}: {item!r} is not a {kind.__name__}")
     return found
 
 
@@ -236,10 +236,10 @@ def _check_name(name: object) -> None:
 
 def _shape(shape: Sequence[int], name: str) -> tuple[int, ...]:
     try:
-        found = tuple(-1 if isinstance(extent, bool) else index(extent) for extent in shape)
+        found = tuple([-1 if isinstance(extent, bool) else index(extent) for extent in shape])
     except TypeError:
         found = (-1,)
-    if any(extent < 0 for extent in found):
+    if found and min(found) < 0:
         raise WeightError(f"weight {name!r}: shape {shape!r} is not static; integers from 0 on are wanted")
     return found
 

@@ -8,6 +8,7 @@ WeightError instead of a SIGBUS, and the pages do not count as the process's mem
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import stat
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-__all__ = ["SafetensorsFile", "path_text", "read_whole"]
+__all__ = ["SafetensorsFile", "path_text", "pread_address", "read_whole"]
 
 # A pipe must not block the opening, a child process must not inherit it, Windows must not translate line ends.
 _FLAGS = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
@@ -220,6 +221,17 @@ class SafetensorsFile:
             raise WeightError(f"{self.path}: cannot be read at byte {offset + done} ({error.strerror or error})") from error
 
     @property
+    def descriptor(self) -> int:
+        """The system's number of the open file, until `close`.
+
+        Raises
+        ------
+        StateError
+            After `close`.
+        """
+        return self._check_open()
+
+    @property
     def is_closed(self) -> bool:
         """Whether `close` was called."""
         return self._descriptor is None
@@ -256,6 +268,12 @@ if hasattr(os, "preadv"):
     def _read_at(descriptor: int, view: memoryview, offset: int) -> int:
         return os.preadv(descriptor, [view], offset)
 
+    _pread = ctypes.cast(ctypes.CDLL(None).pread, ctypes.c_void_p).value or 0
+
+    def pread_address() -> int:
+        """Return the address of the system's ``pread``, which reads bytes of a file at an offset; 0 where it has none."""
+        return _pread
+
 else:  # Windows: one position for all threads, so they take turns
     from threading import Lock
 
@@ -267,3 +285,7 @@ else:  # Windows: one position for all threads, so they take turns
             data = os.read(descriptor, len(view))
         view[: len(data)] = data
         return len(data)
+
+    def pread_address() -> int:
+        """Return 0: there is no function that reads at an offset."""
+        return 0

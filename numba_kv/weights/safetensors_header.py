@@ -55,7 +55,10 @@ _UNSUPPORTED = {
     "F8_E4M3FNUZ": "the FNUZ encoding",
     "F8_E5M2FNUZ": "the FNUZ encoding",
 }
-_FIELDS = ("dtype", "shape", "data_offsets")
+_KINDS = {name: dtype(kind) for name, kind in _DTYPES.items()}
+_FIELDS = dict.fromkeys(("dtype", "shape", "data_offsets"))
+#: Above every number that is taken.
+_END = 1 << 63
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,67 +203,82 @@ def _metadata(value: Any, path: str) -> dict[str, str]:
 
 
 def _entry(name: str, value: Any, data_start: int, path: str) -> TensorEntry:
-    where = f"{path}: tensor {name!r}"
-    if not isinstance(value, dict):
-        raise WeightError(f"{where} is described by {_short(value)}, an object with {', '.join(_FIELDS)} is wanted")
-    for field in _FIELDS:
-        if field not in value:
-            raise WeightError(f"{where} has no {field}")
-    unknown = sorted(set(value) - set(_FIELDS))
-    if unknown:  # it could change what the bytes mean
-        raise WeightError(f"{where} has the field {unknown[0]!r}, which the format does not know")
-    kind = _dtype(value["dtype"], where)
-    shape = _integers(value["shape"], f"{where}: shape")
-    offsets = _integers(value["data_offsets"], f"{where}: data_offsets")
+    """Return one tensor. Messages are put together once one is needed: checkpoints have thousands."""
+    if not isinstance(value, dict) or value.keys() != _FIELDS.keys():
+        raise _wrong_fields(name, value, path)
+    kind = _KINDS.get(value["dtype"]) if isinstance(value["dtype"], str) else None
+    if kind is None:
+        raise _wrong_dtype(name, value["dtype"], path)
+    shape = _integers(name, "shape", value["shape"], path)
+    offsets = _integers(name, "data_offsets", value["data_offsets"], path)
     if len(offsets) != 2 or offsets[1] < offsets[0]:
-        raise WeightError(f"{where}: data_offsets {_short(list(offsets))} are no [begin, end] with begin <= end")
+        raise WeightError(
+            f"{path}: tensor {name!r}: data_offsets {_short(list(offsets))} are no [begin, end] with begin <= end"
+        )
     nbytes = kind.itemsize
     for extent in shape:
         nbytes *= extent
-    if offsets[1] - offsets[0] != nbytes:
+    begin, end = offsets
+    if end - begin != nbytes:
         raise WeightError(
-            f"{where}: data_offsets {list(offsets)} span {offsets[1] - offsets[0]} bytes, "
+            f"{path}: tensor {name!r}: data_offsets {list(offsets)} span {end - begin} bytes, "
             f"but shape {_short(list(shape))} of {kind} takes {_number(nbytes)}"
         )
-    return TensorEntry(name=name, dtype=kind, shape=shape, offset=data_start + offsets[0], nbytes=nbytes)
+    return TensorEntry(name=name, dtype=kind, shape=shape, offset=data_start + begin, nbytes=nbytes)
 
 
-def _dtype(value: Any, where: str) -> DType:
+def _wrong_fields(name: str, value: Any, path: str) -> WeightError:
+    where = f"{path}: tensor {name!r}"
+    if not isinstance(value, dict):
+        return WeightError(f"{where} is described by {_short(value)}, an object with {', '.join(_FIELDS)} is wanted")
+    for field in _FIELDS:
+        if field not in value:
+            return WeightError(f"{where} has no {field}")
+    unknown = sorted(value.keys() - _FIELDS.keys())  # it could change what the bytes mean
+    return WeightError(f"{where} has the field {unknown[0]!r}, which the format does not know")
+
+
+def _wrong_dtype(name: str, value: Any, path: str) -> WeightError:
+    where = f"{path}: tensor {name!r}: dtype"
     if not isinstance(value, str):
-        raise WeightError(f"{where}: dtype is {_short(value)}, a string is wanted")
+        return WeightError(f"{where} is {_short(value)}, a string is wanted")
     if value in _UNSUPPORTED:
-        raise WeightError(
-            f"{where}: dtype {value} is unsupported here ({_UNSUPPORTED[value]}); supported are {', '.join(_DTYPES)}"
-        )
-    if value not in _DTYPES:
-        raise WeightError(f"{where}: dtype {_short(value)} is unknown; known are {', '.join(_DTYPES)}")
-    return dtype(_DTYPES[value])
+        return WeightError(f"{where} {value} is unsupported here ({_UNSUPPORTED[value]}); supported are {', '.join(_DTYPES)}")
+    return WeightError(f"{where} {_short(value)} is unknown; known are {', '.join(_DTYPES)}")
 
 
-def _integers(value: Any, where: str) -> tuple[int, ...]:
-    if not isinstance(value, list) or not all(type(n) is int and n >= 0 for n in value):  # a bool is no number here
+def _integers(name: str, field: str, value: Any, path: str) -> tuple[int, ...]:
+    if isinstance(value, list):
+        for number in value:
+            if type(number) is not int or not 0 <= number < _END:  # a bool is no number here
+                break
+        else:
+            return tuple(value)
+    where = f"{path}: tensor {name!r}: {field}"
+    if not isinstance(value, list) or not all(type(n) is int and n >= 0 for n in value):
         raise WeightError(f"{where} is {_short(value)}, a list of integers from 0 on is wanted")
-    if any(n >= 1 << 63 for n in value):
-        raise WeightError(f"{where} is {_short([_number(n) for n in value])}, numbers have to fit 63 bits")
-    return tuple(value)
+    raise WeightError(f"{where} is {_short([_number(n) for n in value])}, numbers have to fit 63 bits")
 
 
 def _check_layout(entries: list[TensorEntry], data_start: int, file_nbytes: int, path: str) -> None:
     """Refuse overlaps, holes and bytes that belong to nothing; `entries` are sorted by offset."""
-    end, before = data_start, "the header"
+    end, before = data_start, None
     for entry in entries:
-        where = f"{path}: tensor {entry.name!r}"
-        if entry.offset + entry.nbytes > file_nbytes:
-            raise WeightError(
-                f"{where} ends at byte {entry.offset + entry.nbytes}, but the file has {file_nbytes}: it is truncated"
-            )
-        if entry.offset < end:
-            raise WeightError(f"{where} starts at byte {entry.offset}, inside {before}, which ends at {end}: they overlap")
-        if entry.offset > end:
-            raise WeightError(f"{where} starts at byte {entry.offset}, a hole of {entry.offset - end} bytes after {before}")
-        end, before = entry.offset + entry.nbytes, f"tensor {entry.name!r}"
+        begin, next_end = entry.offset, entry.offset + entry.nbytes
+        if begin != end or next_end > file_nbytes:
+            where, last = f"{path}: tensor {entry.name!r}", _what(before)
+            if next_end > file_nbytes:
+                raise WeightError(f"{where} ends at byte {next_end}, but the file has {file_nbytes}: it is truncated")
+            if begin < end:
+                raise WeightError(f"{where} starts at byte {begin}, inside {last}, which ends at {end}: they overlap")
+            raise WeightError(f"{where} starts at byte {begin}, a hole of {begin - end} bytes after {last}")
+        end, before = next_end, entry.name
     if end < file_nbytes:
-        raise WeightError(f"{path}: {file_nbytes - end} bytes after {before} belong to no tensor")
+        raise WeightError(f"{path}: {file_nbytes - end} bytes after {_what(before)} belong to no tensor")
+
+
+def _what(tensor: str | None) -> str:
+    return "the header" if tensor is None else f"tensor {tensor!r}"
 
 
 def _number(value: int) -> str:

@@ -1,6 +1,6 @@
 """Upload: bytes from a source into device memory, through page-locked blocks, with reading and copying overlapped.
 
-Knows blocks, reader threads and windows. Does not know files or tensors. ::
+Knows reader threads and whose turn it is. Does not know files or tensors. ::
 
     memory    | segment 0 | gap | segment 1 ...      | segment 2 |
     windows   |     0     |     1     |     2     |     3     |   one block each, whatever the segments are
@@ -17,29 +17,30 @@ from __future__ import annotations
 
 import os
 import threading
-from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from numba_kv.errors import InputError, StateError
-from numba_kv.weights.blocks import Blocks, host_bytes
+from numba_kv.weights.blocks import Blocks
+from numba_kv.weights.direct_run import DirectRun
 from numba_kv.weights.windows import GRAIN, Fill, Segment, Windows
 
 if TYPE_CHECKING:
     from types import TracebackType
 
-    from numba_kv.device import Device, Memory, Stream
+    from numba_kv.device import Device, Memory
+    from numba_kv.weights.staged_run import StagedRun
 
 __all__ = ["BLOCK_NBYTES", "STAGING_NBYTES", "Fill", "Progress", "Segment", "Uploader", "lent_uploader"]
 
 #: Page-locked bytes of an uploader at most, unless it is told otherwise.
 STAGING_NBYTES = 48 << 20
-#: Bytes of a block, two for each of 8 readers: a smaller one is copied before the interpreter has served the next reader.
-BLOCK_NBYTES = 3 << 20
-#: With more readers than this the memory is the limit, and each upload has more threads to wake.
-_MAX_READERS = 8
+#: Bytes of a block, two for each of 12 readers. Copies of smaller blocks are slower, and larger ones begin later.
+BLOCK_NBYTES = 2 << 20
+#: More readers than this are no faster.
+_MAX_READERS = 12
 #: Seconds between two reports of progress.
 _REPORT_EVERY = 0.05
 
@@ -47,34 +48,6 @@ _BUSY = "weights or an adapter are being loaded; wait until that has ended"
 
 #: `progress(done_nbytes, total_nbytes)`, called on the caller's thread; the first call has 0 done, the last one all.
 Progress = Callable[[int, int], None]
-
-#: Begin and end of a window.
-Range = tuple[int, int]
-
-
-class _Run:
-    """One upload: what is left of it, and whether to go on."""
-
-    def __init__(self, windows: Windows, num_readers: int, stream: Stream) -> None:
-        self.windows = windows
-        self.stream = stream  # a hand-over meanwhile must not part a copy from its event
-        self.num_readers = min(num_readers, len(windows.ranges))
-        self.done = [0] * self.num_readers  # bytes of each reader
-        self.stopped = False
-        self.begun = threading.Event()
-        self._left = deque(windows.ranges)
-
-    def stop(self) -> None:
-        """Let every reader return after the window that it is at."""
-        self.stopped = True
-        self.begun.set()
-
-    def take(self) -> Range | None:
-        """Return the next window that nobody has; None: there is none, or the run was stopped."""
-        try:
-            return None if self.stopped else self._left.popleft()
-        except IndexError:
-            return None
 
 
 class Uploader:
@@ -91,9 +64,7 @@ class Uploader:
     block_nbytes : int
         Bytes of a block, rounded down to a multiple of 256; at most `staging_nbytes`.
     num_readers : int, optional
-        Threads that fill, at most one a block; None: as many as the machine has cores, at most 8.
-    direct : bool, optional
-        Whether the readers write to the destination itself; None: where the host can reach it.
+        Threads that fill, at most one a block; None: as many as the machine has cores, at most 12.
 
     Raises
     ------
@@ -108,7 +79,6 @@ class Uploader:
         staging_nbytes: int = STAGING_NBYTES,
         block_nbytes: int = BLOCK_NBYTES,
         num_readers: int | None = None,
-        direct: bool | None = None,
     ) -> None:
         block = min(block_nbytes, staging_nbytes) // GRAIN * GRAIN
         if block < GRAIN:
@@ -119,7 +89,7 @@ class Uploader:
         self._block_nbytes = block
         max_blocks = staging_nbytes // block
         self._num_readers = min(num_readers or min(_MAX_READERS, os.cpu_count() or 1), max_blocks)
-        self._direct = device.target != "cuda" if direct is None else direct
+        self._functions = device.copy_functions()  # None: nothing is staged
         self._blocks = Blocks(device, block, num_readers=self._num_readers, each=min(2, max_blocks // self._num_readers))
         self._threads: ThreadPoolExecutor | None = None
         self._turn = threading.Lock()
@@ -141,19 +111,15 @@ class Uploader:
         CapacityError
             If the host has not enough memory.
 
-        Cost: `staging_nbytes` of page-locked memory, some milliseconds.
+        Cost: `staging_nbytes` of page-locked memory, some milliseconds; on a machine's first time a second of compiling.
         """
         with self._turn:
             if self._closed:
                 raise StateError("the uploader is closed")
-            if self._direct or self._threads is not None:
+            if self._functions is None:
                 return
-            self._threads = ThreadPoolExecutor(self._num_readers, "numba_kv-weights")
             try:
-                self._blocks.prepare(self._blocks.most)
-                list(self._threads.map(self._make_pages, range(self._num_readers)))
-                with self._device.active():
-                    self._blocks.lock()
+                self._lock(self._make_pages(self._have_threads(), self._blocks.most))
             except BaseException:
                 self._end_threads()
                 raise
@@ -168,7 +134,7 @@ class Uploader:
         segments : sequence of Segment
             By rising `begin`, not overlapping.
         destination : Memory or callable
-            Memory of the device, or what makes it: called on this thread while the first blocks are being filled.
+            Memory of the device, or what makes it: called on this thread, while staging is made if there is none.
         progress : callable, optional
             See `Progress`; what it raises ends the upload.
 
@@ -194,7 +160,6 @@ class Uploader:
             if self._closed:
                 raise StateError("the uploader is closed")
             windows = Windows(segments, self._block_nbytes)
-            run = _Run(windows, self._num_readers, self._device.stream)
 
             def start() -> Memory:
                 memory = destination() if callable(destination) else destination
@@ -208,83 +173,81 @@ class Uploader:
                 report(0, windows.nbytes)
                 if not windows.nbytes:
                     return start()
-                memory = self._run(run, start, lambda: report(sum(run.done), windows.nbytes))
+                memory = self._run(windows, start, report)
                 report(windows.nbytes, windows.nbytes)
                 return memory
             finally:
                 self._caller = 0
 
-    def _run(self, run: _Run, start: Callable[[], Memory], report: Callable[[], None]) -> Memory:
-        if self._threads is None:
-            self._threads = ThreadPoolExecutor(self._num_readers, "numba_kv-weights")
-        else:
-            run.begun.set()
-        device, everyone = self._device, range(run.num_readers)
-        work: list[Future[Any]] = []
+    def _run(self, windows: Windows, start: Callable[[], Memory], report: Progress) -> Memory:
+        stream, threads = self._device.stream, self._have_threads()
+        run: DirectRun | StagedRun | None = None
+        work: list[Future[None]] = []
+
+        def tell() -> None:
+            report(run.done_nbytes if run else 0, windows.nbytes)
+
         try:
-            if self._direct:
+            if self._functions is None:
                 memory = start()
-                run.stream.synchronize()  # nothing earlier may still write there
-                work += [self._threads.submit(self._fill_memory, run, reader, memory) for reader in everyone]
+                stream.synchronize()  # nothing earlier may still write there
+                run = DirectRun(windows, memory, self._num_readers)
             else:
-                self._blocks.prepare(len(run.windows.ranges))
-                work += [self._threads.submit(self._fill_first, run, reader) for reader in everyone]
-                run.begun.set()
+                work += self._make_pages(threads, windows.count)
                 memory = start()
-                _watch(work, report)
-                firsts = [one.result() for one in work]
-                with device.active():
-                    self._blocks.lock()
-                work[:] = [self._threads.submit(self._fill_blocks, run, reader, firsts[reader], memory) for reader in everyone]
-            _watch(work, report)
-        except BaseException:  # whatever happened: no reader is left behind
-            run.stop()
+                self._lock(work)
+                run = _staged_run()(
+                    self._device,
+                    self._functions,
+                    stream,
+                    windows=windows,
+                    blocks=self._blocks,
+                    memory=memory,
+                    num_readers=self._num_readers,
+                )
+            work[:] = [threads.submit(part) for part in run.parts]
+            _watch(work, tell)
+        except BaseException:  # whatever happened: no reader is left behind, and no copy
+            if run is not None:
+                run.stop()
             self._end_threads()
-            raise
-        finally:  # and no copy
             self._blocks.drain()
+            raise
+        finally:
             work.clear()  # see `_watch`
+            if run is not None:
+                self._device.count_upload(run.done_nbytes)
         return memory
 
-    def _make_pages(self, reader: int) -> None:
-        """Write to a reader's blocks, which gives them memory. Runs on a thread of its own, as the next three."""
-        for block in self._blocks.of(reader):
-            block.bytes.fill(0)
+    def _make_pages(self, threads: ThreadPoolExecutor, num_windows: int) -> list[Future[None]]:
+        """Have blocks for so many windows; return the readers at work on their pages, until `_lock`."""
+        self._blocks.prepare(num_windows)
+        if self._blocks.is_locked:
+            return []
+        begun = threading.Event()  # threads start slowly beside others that are making pages
 
-    def _fill_memory(self, run: _Run, reader: int, memory: Memory) -> None:
-        """Write windows where they belong until there are none."""
-        while window := run.take():
-            begin, end = window
-            run.windows.fill(host_bytes(memory)[begin:end], begin)
-            self._device.count_upload(end - begin)
-            run.done[reader] += end - begin
+        def make(reader: int) -> None:
+            begun.wait()
+            self._blocks.make_pages(reader)
 
-    def _fill_first(self, run: _Run, reader: int) -> Range | None:
-        """Write a window to a reader's first block and return it; make the pages of the others."""
-        run.begun.wait()  # threads start slowly beside others that are making pages
-        blocks, window = self._blocks.of(reader), run.take()
-        if window is not None:
-            run.windows.fill(blocks[0].bytes[: window[1] - window[0]], window[0])
-        if not self._blocks.is_locked:
-            for block in blocks[1:]:
-                block.bytes.fill(0)
-        return window
+        try:
+            return [threads.submit(make, reader) for reader in range(min(self._num_readers, num_windows))]
+        finally:
+            begun.set()
 
-    def _fill_blocks(self, run: _Run, reader: int, window: Range | None, memory: Memory) -> None:
-        """Copy the window in a reader's first block, then write windows to its blocks in turn and copy them."""
-        blocks, stream, address, fill = self._blocks.of(reader), run.stream, memory.address, run.windows.fill
-        turn = 0
+    def _lock(self, making: Sequence[Future[None]]) -> None:
+        """Have the loop, and blocks that copies can read."""
+        if self._blocks.is_locked:
+            return
+        _staged_run()  # while pages are made
+        _watch(making, lambda: None)
         with self._device.active():
-            while window is not None:
-                begin, end = window
-                block = blocks[turn % len(blocks)]
-                if turn:
-                    block.wait()
-                    fill(block.bytes[: end - begin], begin)
-                block.send(address + begin, end - begin, stream)
-                run.done[reader] += end - begin
-                turn += 1
-                window = run.take()
+            self._blocks.lock()
+
+    def _have_threads(self) -> ThreadPoolExecutor:
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor(self._num_readers, "numba_kv-weights")
+        return self._threads
 
     def _end_threads(self) -> None:
         threads, self._threads = self._threads, None
@@ -326,6 +289,13 @@ def lent_uploader(
 ) -> AbstractContextManager[Uploader]:
     """Return a context with `shared`, which stays open, or with an uploader of its own if that is None."""
     return nullcontext(shared) if shared is not None else Uploader(device, staging_nbytes=staging_nbytes)
+
+
+def _staged_run() -> type[StagedRun]:
+    """Return the class. The first time its loop is compiled, or read from the disk."""
+    from numba_kv.weights.staged_run import StagedRun
+
+    return StagedRun
 
 
 def _watch(readers: Sequence[Future[None]], report: Callable[[], None]) -> None:

@@ -1,4 +1,4 @@
-"""Windows: a destination cut into blocks, and the segments that reach into each.
+"""Windows: a destination cut into equal parts, and the segments that reach into each.
 
 Knows ranges. Does not know blocks or threads.
 """
@@ -62,8 +62,8 @@ class Windows:
     ----------
     nbytes : int
         End of the last segment.
-    ranges : list of (begin, end)
-        The windows; together they are [0, nbytes).
+    window_nbytes, count : int
+        Bytes of a window, of which the last may have fewer, and how many there are; together they are [0, nbytes).
 
     Raises
     ------
@@ -78,10 +78,26 @@ class Windows:
                 raise InputError(
                     f"segments: {segment.nbytes} bytes at {segment.begin} overlap, or do not start at a multiple of {GRAIN}"
                 )
-            self.nbytes = segment.end
+            self.nbytes = segment.begin + segment.nbytes
         self._segments = _joined(segments)
         self._begins = [s.begin for s in self._segments]
-        self.ranges = [(begin, min(begin + window_nbytes, self.nbytes)) for begin in range(0, self.nbytes, window_nbytes)]
+        self.window_nbytes = window_nbytes
+        self.count = -(-self.nbytes // window_nbytes)
+
+    def range(self, window: int) -> tuple[int, int]:
+        """Return begin and end of a window."""
+        begin = window * self.window_nbytes
+        return begin, min(begin + self.window_nbytes, self.nbytes)
+
+    def pieces(self) -> NDArray[np.int64]:
+        """Return where bytes are to be taken from: int64 [pieces, 4], as `kernels.file_loop.load_windows` takes them.
+
+        Begin and end of each segment, and descriptor and offset of its file; -1 and 0 for what is not simply a file's bytes.
+        """
+        import numpy as np
+
+        rows = [(s.begin, s.end, *(s.fill.place if isinstance(s.fill, FileRange) else (-1, 0))) for s in self._segments]
+        return np.array(rows, np.int64).reshape(-1, 4)
 
     def fill(self, out: NDArray[np.uint8], begin: int) -> None:
         """Write the destination's bytes from `begin` on into `out`; what belongs to no segment becomes 0."""
@@ -108,17 +124,17 @@ class Windows:
 def _joined(segments: Sequence[Segment]) -> list[Segment]:
     """Return the segments without empty ones, neighbours in one that are neighbours in a file: each is a call to the system."""
     found: list[Segment] = []
+    begin = end = 0  # of the segment that grows, which `first` fills
+    first: Fill | None = None
     for segment in segments:
         if not segment.nbytes:
             continue
-        last, fill = found[-1] if found else None, segment.fill
-        if (
-            last is None
-            or last.end != segment.begin
-            or not isinstance(fill, FileRange)
-            or not fill.follows(last.fill, last.nbytes)
-        ):
-            found.append(segment)
-        else:
-            found[-1] = Segment(begin=last.begin, nbytes=last.nbytes + segment.nbytes, fill=last.fill)
+        fill = segment.fill
+        if first is None or segment.begin != end or not isinstance(fill, FileRange) or not fill.follows(first, end - begin):
+            if first is not None:
+                found.append(Segment(begin=begin, nbytes=end - begin, fill=first))
+            begin, first = segment.begin, fill
+        end = segment.begin + segment.nbytes
+    if first is not None:
+        found.append(Segment(begin=begin, nbytes=end - begin, fill=first))
     return found

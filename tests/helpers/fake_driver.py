@@ -5,6 +5,7 @@ Statuses and enums are the real ones of cuda.bindings, which needs no driver for
 
 from __future__ import annotations
 
+import ctypes
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ __all__ = ["MINE", "OTHER", "FakeDriver", "FakeNative", "cuda_device", "fakes"]
 
 #: Addresses of the device's own context and of somebody else's.
 MINE, OTHER = 0x1000, 0x2000
+_FUNCTION = ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * 4)
 
 
 class FakeDriver:
@@ -29,6 +31,7 @@ class FakeDriver:
         self.calls: list[tuple[str, int]] = []
         self.arguments: dict[str, tuple[Any, ...]] = {}
         self.results: dict[str, Any] = {}
+        self._functions: list[object] = []  # called by their addresses alone
 
     @property
     def current(self) -> int:
@@ -59,6 +62,12 @@ class FakeDriver:
             return result(*arguments) if callable(result) else result
 
         return call
+
+    def function(self, name: str) -> int:
+        """Return the address of a function in C that does as the call of that name."""
+        call = _FUNCTION(lambda *words: int(getattr(self, name)(*words)[0]))
+        self._functions.append(call)
+        return ctypes.cast(call, ctypes.c_void_p).value or 0
 
     def note(self, name: str) -> None:
         self.calls.append((name, self.current))
@@ -151,7 +160,7 @@ def fakes(monkeypatch: pytest.MonkeyPatch) -> Any:
     with monkeypatch.context() as patch:
         patch.setattr(bindings, "driver", driver)
         patch.setattr(core, "Device", lambda ordinal: native)
-        patch.setattr("numba_kv.device.cuda_device.held_calls", lambda: None)  # the real driver, where there is one
+        patch.setattr("numba_kv.device.cuda_device.driver_function", driver.function)
         patch.setattr(core, "LegacyPinnedMemoryResource", lambda: SimpleNamespace(allocate=native_pinned(native, driver)))
         yield driver, native
 

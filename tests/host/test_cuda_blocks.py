@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 
 from numba_kv.device.cuda_device import CudaDevice
-from numba_kv.device.held_calls import HeldCalls
 from numba_kv.device.locked_pages import large_pages
 from numba_kv.errors import CapacityError, DeviceError
 from numba_kv.weights import Uploader
-from numba_kv.weights.blocks import Block, Blocks
+from numba_kv.weights.blocks import Blocks
 from numba_kv.weights.windows import Segment
 from tests.helpers.fake_driver import MINE, OTHER, FakeDriver, FakeNative, cuda_device
 
@@ -38,74 +37,75 @@ def prepared(device: CudaDevice, count: int = 2) -> Blocks:
     return blocks
 
 
-def locked(device: CudaDevice) -> tuple[Blocks, Block]:
+def locked(device: CudaDevice) -> tuple[Blocks, np.ndarray]:
     blocks = prepared(device)
     blocks.lock()
     return blocks, blocks.of(0)[1]
 
 
-def test_all_pages_are_locked_in_one_call_after_they_were_filled(fake: Fake) -> None:
+def test_all_pages_are_locked_in_one_call_after_they_were_made(fake: Fake) -> None:
     device, driver, _ = fake
     blocks = prepared(device)
-    first, block = blocks.of(0)
-    block.wait()
-    block.bytes[:] = 7
+    blocks.make_pages(0)
+    first = blocks.of(0)[0].ctypes.data
     assert names(driver) == []
     assert (blocks.is_locked, device.pinned.current_bytes) == (False, 0)
     blocks.lock()
     blocks.lock()
-    assert names(driver) == ["cuMemHostRegister"]
-    assert driver.arguments["cuMemHostRegister"][:2] == (first.bytes.ctypes.data, 8192)
+    assert names(driver) == ["record", "record", "cuMemHostRegister"]
+    assert driver.arguments["cuMemHostRegister"][:2] == (first, 8192)
     assert (blocks.is_locked, blocks.nbytes, device.pinned.current_bytes) == (True, 8192, 8192)
-    assert (block.bytes == 7).all()
-    block.send(0xA000, 300, device.stream)
-    assert driver.arguments["cuMemcpyHtoDAsync"][:3] == (0xA000, block.bytes.ctypes.data, 300)
-    block.wait()
-    block.send(0xB000, 4096, device.stream)
-    assert names(driver) == ["cuMemcpyHtoDAsync", "record", "event sync", "cuMemcpyHtoDAsync", "record"]
+    assert [block.nbytes for block in blocks.of(0)] == [4096, 4096]
+    assert blocks.table(0).tolist() == [[first, 0xE], [first + 4096, 0xE]]
     blocks.prepare(2)
-    assert blocks.of(0) == [first, block]
+    assert blocks.of(0)[0].ctypes.data == first
+    blocks.drain()
+    assert names(driver) == ["event sync", "event sync"]
     blocks.close()
     blocks.close()
-    del first, block
     gc.collect()
     assert names(driver) == ["cuMemHostUnregister"]
     assert device.pinned.current_bytes == 0
 
 
-@pytest.mark.parametrize("has_run", [True, False])
-def test_copies_of_blocks_keep_the_interpreters_lock(fake: Fake, has_run: bool) -> None:
+@pytest.mark.parametrize("count", [1, 2])
+def test_an_event_follows_each_copy_and_is_asked_before_the_next(fake: Fake, count: int) -> None:
     device, driver, _ = fake
-    made: list[tuple[object, ...]] = []
+    sent: list[tuple[int, ...]] = []
 
-    def call(*arguments: int) -> int:
-        made.append(arguments)
-        return 0
+    def copy(*words: int) -> tuple[int]:
+        sent.append(words)
+        return (0,)
 
-    def query(event: int) -> int:
-        return 0 if has_run else 600
+    driver.results["cuMemcpyHtoDAsync"] = copy
+    memory = device.allocate(5 * 1024)
+    with Uploader(device, staging_nbytes=1024 * count, block_nbytes=1024, num_readers=1) as uploader:
+        uploader.prepare()
+        names(driver)
+        uploader.upload([Segment(begin=0, nbytes=4500, fill=lambda out, at: out.fill(1))], memory)
+        places = [int(place) for place in uploader._blocks.table(0)[:, 0]]
+    window = ["cuEventQuery", "cuMemcpyHtoDAsync", "cuEventRecord"]
+    assert names(driver)[: 5 * 3 + 1] == [*window * 5, "cuEventQuery"]
+    assert driver.arguments["cuEventRecord"][:2] == (0xE, device.stream.handle)
+    assert sent == [
+        (memory.address + 1024 * i, places[i % count], min(1024, 4500 - 1024 * i), device.stream.handle) for i in range(5)
+    ]
 
-    device._held = HeldCalls(copy=call, record=call, query=query)
-    blocks, block = locked(device)
-    block.send(0xA000, 300, device.stream)  # makes the event
-    names(driver)
-    block.wait()
-    assert names(driver) == ([] if has_run else ["event sync"])
-    before = device.bytes_to_device
-    block.send(0xB000, 200, device.stream)
-    assert made == [(0xB000, block.bytes.ctypes.data, 200, device.stream.handle), (0xE, device.stream.handle)]
-    assert device.bytes_to_device - before == 200
-    device._held = HeldCalls(copy=lambda *arguments: 719, record=call, query=query)
-    with pytest.raises(DeviceError, match="the driver reports error 719"):
-        block.send(0xB000, 200, device.stream)
-    assert len(made) == 2
-    blocks.close()
+
+def test_copies_that_have_not_run_are_asked_for_again(fake: Fake) -> None:
+    device, driver, _ = fake
+    answers = iter([600, 600, 0, 600, 0])
+    driver.results["cuEventQuery"] = lambda *words: (next(answers),)
+    with Uploader(device, staging_nbytes=1024, block_nbytes=1024, num_readers=1) as uploader:
+        uploader.upload([Segment(begin=0, nbytes=1024, fill=lambda out, at: out.fill(1))], device.allocate(1024))
+    assert next(answers, None) is None
+    assert device.bytes_to_device == 1024
 
 
 def test_the_lock_goes_with_the_last_array_that_shows_the_pages(fake: Fake) -> None:
     device, driver, _ = fake
     blocks, block = locked(device)
-    shown = block.bytes[:10]
+    shown = block[:10]
     blocks.close()
     del block
     gc.collect()
@@ -133,12 +133,12 @@ def test_pages_that_cannot_be_locked_are_copied_to_those_of_the_driver(fake: Fak
     driver.results["cuMemHostRegister"] = (driver.CUresult.CUDA_ERROR_NOT_SUPPORTED,)
     blocks = prepared(device)
     block = blocks.of(0)[1]
-    block.bytes[:] = np.arange(4096).astype(np.uint8)
+    block[:] = np.arange(4096).astype(np.uint8)
     blocks.lock()
-    assert names(driver) == ["cuMemHostRegister", "pinned allocate"]
-    assert np.array_equal(block.bytes, np.arange(4096).astype(np.uint8))
-    block.send(0xA000, 300, device.stream)
-    assert driver.arguments["cuMemcpyHtoDAsync"][1] == block.bytes.ctypes.data
+    assert names(driver) == ["record", "record", "cuMemHostRegister", "pinned allocate"]
+    block = blocks.of(0)[1]
+    assert np.array_equal(block, np.arange(4096).astype(np.uint8))
+    assert block.ctypes.data == blocks.table(0)[1, 0]
     blocks.close()
     del block
     gc.collect()

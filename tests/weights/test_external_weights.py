@@ -20,6 +20,7 @@ from numba_kv.dtypes import dtype
 from numba_kv.errors import CapacityError, InputError, NumbaKVError, StateError, UnsupportedModelError, WeightError
 from numba_kv.weights import ExternalWeightManager, Shard, Uploader, WeightBinding, WeightInput
 from numba_kv.weights.recipes import RECIPES, UNSUPPORTED_RECIPES
+from tests.helpers.late_device import staged_device
 from tests.helpers.weight_files import KINDS, Taker, values, write, write_shards
 from tests.helpers.wrong_weight_files import WRONG
 
@@ -122,9 +123,11 @@ def test_names_that_do_not_fit(tmp_path: Path, manager: ExternalWeightManager, o
     assert manager.state == "constructed"
 
 
-def test_staging_is_all_the_host_memory_that_a_load_takes(tmp_path: Path, device: Device, take: Taker) -> None:
+def test_staging_is_all_the_host_memory_that_a_load_takes(tmp_path: Path) -> None:
+    device = staged_device()
+    take = Taker(device)
     path = write(tmp_path / "a.safetensors", {f"t{i}": values("F16", (256, 1024), i) for i in range(8)})
-    with Uploader(device, staging_nbytes=1 << 18, block_nbytes=1 << 16, direct=False) as uploader:
+    with Uploader(device, staging_nbytes=1 << 18, block_nbytes=1 << 16) as uploader:
         with ExternalWeightManager(device, take, uploader=uploader) as manager:
             manager.load(path)
             expected = safetensors.numpy.load_file(path)
@@ -372,9 +375,11 @@ def test_sources_are_never_written(tmp_path: Path, manager: ExternalWeightManage
     assert path.read_bytes() == before
 
 
-def test_large_conversions_cross_blocks(tmp_path: Path, device: Device, take: Taker) -> None:
+def test_large_conversions_cross_blocks(tmp_path: Path) -> None:
+    device = staged_device()
+    take = Taker(device)
     source = np.random.default_rng(0).random((700, 301)).astype(np.float32)
-    with Uploader(device, staging_nbytes=8192, block_nbytes=1024, direct=False) as uploader:
+    with Uploader(device, staging_nbytes=8192, block_nbytes=1024) as uploader:
         manager = ExternalWeightManager(device, take, uploader=uploader)
         assert np.array_equal(
             make(manager, tmp_path, {"k": source}, shape=(301, 700), dtype="float16"), source.T.astype(np.float16)
@@ -625,11 +630,14 @@ def test_bfloat16_needs_no_framework(tmp_path: Path, manager: ExternalWeightMana
 def test_the_benchmark_of_loading_runs(tmp_path: Path) -> None:
     from numba_kv.replay.bench_weights import measure_loading
 
-    found = measure_loading(nbytes=1 << 20, repeat=1, processes=1, folder=str(tmp_path))
-    assert found["nbytes"] > 1 << 20  # the tensors and the header
-    assert found["first_ratio"] > 0
-    assert found["first_unannounced_ratio"] > 0
-    assert found["later_ratio"] > 0
+    sizes = [(1 << 20, 1, 1), (1 << 20, 4, 1), (1 << 50, 1, 1)]
+    found: Any = measure_loading(checkpoints=sizes, repeat=1, folder=str(tmp_path))["checkpoints"]
+    assert [one["files"] for one in found] == [1, 4]  # no disk holds the last
+    for one in found:
+        assert one["nbytes"] == 1 << 20
+        assert one["first_ratio"] > 0
+        assert one["first_unannounced_ratio"] > 0
+        assert one["later_ratio"] > 0
     assert not list(tmp_path.iterdir())
 
 

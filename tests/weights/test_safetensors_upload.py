@@ -5,7 +5,9 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +20,20 @@ from numba_kv.device.host_device import HostDevice
 from numba_kv.errors import DeviceError, InputError, StateError, WeightError
 from numba_kv.weights import SafetensorsFile, Uploader
 from numba_kv.weights.assembly import FileRange
+from numba_kv.weights.blocks import Blocks
 from numba_kv.weights.windows import Segment, Windows
 from tests.helpers.batches import opened
-from tests.helpers.late_device import LateDevice
+from tests.helpers.late_device import LateDevice, staged_device
 from tests.helpers.models import tiny_config
 from tests.helpers.weight_files import write
 
 RANDOM = np.random.default_rng(1)
+
+
+def host_device(direct: bool) -> HostDevice:
+    """Return a device to which readers write themselves, or one with staging."""
+    return HostDevice("cpu") if direct else LateDevice()
+
 
 
 def of_bytes(begin: int, content: np.ndarray) -> Segment:
@@ -65,12 +74,12 @@ SIZES = [[], [1], [0, 5, 0], [256], [255, 257, 1], [1000, 3, 4096, 70_000], [300
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize("readers", [1, 3])
-@pytest.mark.parametrize("direct", [None, False])
-def test_every_byte_arrives(sizes: list[int], readers: int, direct: bool | None) -> None:
-    device = create_device()
+@pytest.mark.parametrize("make", [create_device, LateDevice])
+def test_every_byte_arrives(sizes: list[int], readers: int, make: Callable[[], Device]) -> None:
+    device = make()
     segments, whole = contents(sizes, gap=256)
     memory = dirty(device, len(whole) + 512)
-    with Uploader(device, staging_nbytes=8192, block_nbytes=1024, num_readers=readers, direct=direct) as uploader:
+    with Uploader(device, staging_nbytes=8192, block_nbytes=1024, num_readers=readers) as uploader:
         for _ in range(2):  # the second time over used blocks
             before = device.bytes_to_device
             uploader.upload(segments, memory)
@@ -84,9 +93,9 @@ def test_every_byte_arrives(sizes: list[int], readers: int, direct: bool | None)
 
 @pytest.mark.parametrize("readers", [1, 3])
 def test_staging_can_be_made_in_advance(readers: int) -> None:
-    device, (segments, whole) = create_device(), contents([1000, 3, 4096, 70_000])
+    device, (segments, whole) = staged_device(), contents([1000, 3, 4096, 70_000])
     memory = dirty(device, len(whole))
-    with Uploader(device, staging_nbytes=8192, block_nbytes=1024, num_readers=readers, direct=False) as uploader:
+    with Uploader(device, staging_nbytes=8192, block_nbytes=1024, num_readers=readers) as uploader:
         for _ in range(2):  # the second time there is nothing to do
             uploader.prepare()
             made = device.pinned.current_bytes
@@ -103,7 +112,9 @@ def test_windows_are_the_segments(sizes: list[int], grains: int, gaps: int) -> N
     segments, whole = contents(sizes, gap=256 * gaps)
     windows = Windows(segments, grains * 256)
     found = np.full(windows.nbytes, 0xEE, np.uint8)
-    for begin, end in windows.ranges:
+    ranges = [windows.range(window) for window in range(windows.count)]
+    assert [begin for begin, _ in ranges] + [windows.nbytes] == [0, *(end for _, end in ranges)]
+    for begin, end in ranges:
         windows.fill(found[begin:end], begin)
     assert np.array_equal(found, whole)
 
@@ -137,7 +148,7 @@ def test_a_block_is_not_filled_before_its_copy_has_run() -> None:
     device = LateDevice()
     segments, whole = contents([20_000])
     memory = dirty(device, len(whole))
-    with Uploader(device, staging_nbytes=2048, block_nbytes=1024, num_readers=1, direct=False) as uploader:
+    with Uploader(device, staging_nbytes=2048, block_nbytes=1024, num_readers=1) as uploader:
         uploader.upload(segments, memory)
     assert device.stream.waits > 5  # with two blocks, the reader waited again and again
     assert np.array_equal(memory.array, whole)
@@ -150,7 +161,7 @@ def test_reading_runs_ahead_of_copying() -> None:
         begun.append((at, device.stream.num_run))
         out[:] = 1
 
-    with Uploader(device, staging_nbytes=4096, block_nbytes=1024, num_readers=1, direct=False) as uploader:
+    with Uploader(device, staging_nbytes=4096, block_nbytes=1024, num_readers=1) as uploader:
         uploader.upload([Segment(begin=0, nbytes=8192, fill=fill)], device.allocate(8192))
     assert begun[1] == (1024, 0)  # the second window was read while the copy of the first had not run
 
@@ -164,7 +175,7 @@ def test_another_stream_in_the_middle_parts_no_copy_from_its_event() -> None:
         out[:] = at // 1024
 
     memory = device.allocate(8192)
-    with Uploader(device, staging_nbytes=2048, block_nbytes=1024, num_readers=1, direct=False) as uploader:
+    with Uploader(device, staging_nbytes=2048, block_nbytes=1024, num_readers=1) as uploader:
         uploader.upload([Segment(begin=0, nbytes=8192, fill=fill)], memory)
     assert memory.array is not None
     assert np.array_equal(memory.array, np.repeat(np.arange(8, dtype=np.uint8), 1024))
@@ -175,12 +186,12 @@ def test_a_failed_upload_keeps_nothing_of_its_source() -> None:
         def fill(self, out: np.ndarray, at: int) -> None:
             raise WeightError("the disk is gone")
 
-    device, source = HostDevice("cpu"), Source()
+    device, source = LateDevice(), Source()
     gone = weakref.ref(source)
     gc.collect()
     gc.disable()
     try:
-        with Uploader(device, block_nbytes=1024, num_readers=2, direct=False) as uploader:
+        with Uploader(device, block_nbytes=1024, num_readers=2) as uploader:
             with pytest.raises(WeightError):
                 uploader.upload([Segment(begin=0, nbytes=4096, fill=source.fill)], device.allocate(4096))
             del source
@@ -192,7 +203,7 @@ def test_a_failed_upload_keeps_nothing_of_its_source() -> None:
 @pytest.mark.parametrize("direct", [True, False])
 @pytest.mark.parametrize("readers", [1, 4])
 def test_a_source_that_fails_ends_everything(direct: bool, readers: int) -> None:
-    device = HostDevice("cpu")
+    device = host_device(direct)
     before = threading.active_count()
 
     def fill(out: np.ndarray, at: int) -> None:
@@ -201,7 +212,7 @@ def test_a_source_that_fails_ends_everything(direct: bool, readers: int) -> None
         out[:] = 7
 
     memory = device.allocate(65_536)
-    uploader = Uploader(device, staging_nbytes=8192, block_nbytes=1024, num_readers=readers, direct=direct)
+    uploader = Uploader(device, staging_nbytes=8192, block_nbytes=1024, num_readers=readers)
     with pytest.raises(WeightError, match="the disk is gone"):
         uploader.upload([Segment(begin=0, nbytes=65_536, fill=fill)], memory)
     segments, whole = contents([5000])
@@ -213,19 +224,23 @@ def test_a_source_that_fails_ends_everything(direct: bool, readers: int) -> None
 
 
 def test_a_copy_that_fails_ends_everything() -> None:
-    class Broken(HostDevice):
-        def _copy(self, destination, source, nbytes, stream):  # type: ignore[no-untyped-def]
-            raise DeviceError("the driver is gone")
-
-    device = Broken("cpu")
-    with Uploader(device, staging_nbytes=8192, block_nbytes=1024, direct=False) as uploader, pytest.raises(DeviceError):
-        uploader.upload(contents([5000])[0], device.allocate(8192))
+    pytest.importorskip("cuda.bindings", reason="cuda-python, which knows the names of failures, is not installed")
+    device, before = LateDevice(), threading.active_count()
+    segments, whole = contents([50_000])
+    with Uploader(device, staging_nbytes=8192, block_nbytes=1024) as uploader:
+        device.status = 719
+        with pytest.raises(DeviceError, match="copy to the device: the driver reports CUDA_ERROR_LAUNCH_FAILED"):
+            uploader.upload(segments, device.allocate(len(whole)))
+        assert threading.active_count() == before
+        assert device.bytes_to_device == 0
+        device.status = 0
+        assert np.array_equal(received(device, uploader.upload(segments, device.allocate(50_000)), 50_000), whole)
     assert device.pinned.current_bytes == 0
 
 
 @pytest.mark.parametrize("direct", [True, False])
 def test_what_others_send_meanwhile_is_counted_once_and_apart(direct: bool) -> None:
-    device, (segments, whole) = HostDevice("cpu"), contents([5000, 3000])
+    device, (segments, whole) = host_device(direct), contents([5000, 3000])
     other, word = device.allocate(256), np.zeros(100, np.uint8)
     sent: list[int] = []
 
@@ -235,15 +250,14 @@ def test_what_others_send_meanwhile_is_counted_once_and_apart(direct: bool) -> N
         out[:] = 7
 
     end = len(whole) + -len(whole) % 256
-    with Uploader(device, staging_nbytes=8192, block_nbytes=1024, num_readers=1, direct=direct) as uploader:
+    with Uploader(device, staging_nbytes=8192, block_nbytes=1024, num_readers=1) as uploader:
         uploader.upload([*segments, Segment(begin=end, nbytes=2048, fill=fill)], device.allocate(16_384))
     assert len(sent) >= 2
     assert device.bytes_to_device == sum(sent) + end + 2048
     assert device.bytes_sent == sum(sent)
 
 
-@pytest.mark.parametrize("direct", [True, False])
-def test_a_steady_step_sends_nothing_while_weights_are_loaded(direct: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_steady_step_sends_nothing_while_weights_are_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     with opened(tiny_config(None, max_batch_size=2), "cpu") as batch:
         device, launches = batch.resources.device, batch.stepper.launches
         batch.step({batch.admit(num_tokens=3): 3})
@@ -257,7 +271,7 @@ def test_a_steady_step_sends_nothing_while_weights_are_loaded(direct: bool, monk
             return step(*args)
 
         before = vars(batch.stats)
-        with Uploader(device, staging_nbytes=8192, block_nbytes=1024, direct=direct) as uploader:
+        with Uploader(device, staging_nbytes=8192, block_nbytes=1024) as uploader:
             monkeypatch.setattr(launches, "step", beside)
             batch.step(1)
         assert batch.stats.decode_steps == before["decode_steps"] + 1
@@ -279,8 +293,9 @@ def test_progress_goes_from_nothing_to_all() -> None:
         assert seen == [(0, 0)]
 
 
-def test_slow_loads_report_on_the_way() -> None:
-    device, seen, callers = HostDevice("cpu"), [], set()
+@pytest.mark.parametrize("direct", [True, False])
+def test_slow_loads_report_on_the_way(direct: bool) -> None:
+    device, seen, callers = host_device(direct), [], set()
 
     def fill(out: np.ndarray, at: int) -> None:
         threading.Event().wait(0.03)
@@ -296,9 +311,10 @@ def test_slow_loads_report_on_the_way() -> None:
     assert callers == {threading.get_ident()}
 
 
+@pytest.mark.parametrize("direct", [True, False])
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
-def test_what_progress_raises_ends_the_upload(error: type[BaseException]) -> None:
-    device = HostDevice("cpu")
+def test_what_progress_raises_ends_the_upload(error: type[BaseException], direct: bool) -> None:
+    device = host_device(direct)
 
     def fill(out: np.ndarray, at: int) -> None:
         threading.Event().wait(0.03)
@@ -311,25 +327,120 @@ def test_what_progress_raises_ends_the_upload(error: type[BaseException]) -> Non
         uploader.upload([Segment(begin=0, nbytes=1 << 20, fill=fill)], device.allocate(1 << 20), report)
 
 
+# -- files, which the compiled loop reads
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Iterator[list[SafetensorsFile]]:
+    """Three files of one tensor each."""
+    with ExitStack() as opened:
+        arrays = [RANDOM.integers(1, 256, 30_000).astype(np.uint8) for _ in range(3)]
+        paths = [write(tmp_path / f"{i}.safetensors", {"t": array}) for i, array in enumerate(arrays)]
+        yield [opened.enter_context(SafetensorsFile(path)) for path in paths]
+
+
+def of_files(files: list[SafetensorsFile]) -> tuple[list[Segment], np.ndarray]:
+    """Return parts of files, in turns with other bytes and gaps, and what they are together."""
+    sizes = [(0, 0, 20_000), (1, 7, 256), (None, 0, 700), (2, 29_000, 1000), (None, 0, 3000), (1, 263, 10_000), (0, 256, 256)]
+    segments, whole, at = [], np.zeros(60_000, np.uint8), 0
+    for number, offset, size in sizes:
+        if number is None:
+            segment = of_bytes(at, RANDOM.integers(1, 256, size).astype(np.uint8))
+            segment.fill(whole[at : at + size], 0)
+        else:
+            file = files[number]
+            segment = Segment(begin=at, nbytes=size, fill=FileRange(file, file.tensors["t"].offset + offset))
+            whole[at : at + size] = file.array("t")[offset : offset + size]
+        segments.append(segment)
+        at += -(-size // 256) * 256 + 256 * (size % 3)
+    return segments, whole[: segments[-1].end]
+
+
+@pytest.mark.parametrize("make", [create_device, LateDevice])
+@pytest.mark.parametrize("readers", [1, 3])
+@pytest.mark.parametrize("window", [256, 1024, 65_536])
+def test_files_and_other_sources_are_mixed(
+    files: list[SafetensorsFile], make: Callable[[], Device], readers: int, window: int
+) -> None:
+    device, (segments, whole) = make(), of_files(files)
+    memory = dirty(device, len(whole) + 512)
+    with Uploader(device, staging_nbytes=8 * window, block_nbytes=window, num_readers=readers) as uploader:
+        for _ in range(2):
+            uploader.upload(segments, memory)
+            found = received(device, memory, len(whole) + 512)
+            assert np.array_equal(found[: len(whole)], whole)
+            assert (found[len(whole) :] == 0xEE).all()
+
+
+def test_without_a_function_that_reads_at_an_offset_python_reads(
+    files: list[SafetensorsFile], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device, (segments, whole) = staged_device(), of_files(files)
+    monkeypatch.setattr("numba_kv.weights.staged_run.pread_address", lambda: 0)
+    with Uploader(device, staging_nbytes=8192, block_nbytes=1024) as uploader:
+        memory = uploader.upload(segments, device.allocate(len(whole)))
+    assert np.array_equal(received(device, memory, len(whole)), whole)
+
+
+@pytest.mark.parametrize("system_threads", [True, False])
+def test_windows_of_files_need_no_python(
+    files: list[SafetensorsFile], monkeypatch: pytest.MonkeyPatch, system_threads: bool
+) -> None:
+    device, file = staged_device(), files[0]
+    monkeypatch.setattr(SafetensorsFile, "read_into", None)
+    if not system_threads:
+        monkeypatch.setattr("numba_kv.weights.staged_run._thread_functions", lambda: (0, 0, 0))
+    with Uploader(device, staging_nbytes=8192, block_nbytes=1024) as uploader:
+        fill = FileRange(file, file.tensors["t"].offset)
+        memory = uploader.upload([Segment(begin=0, nbytes=30_000, fill=fill)], device.allocate(30_000))
+    assert np.array_equal(received(device, memory, 30_000), file.array("t"))
+
+
+@pytest.mark.parametrize("readers", [1, 4])
+def test_a_file_that_becomes_shorter_ends_everything(files: list[SafetensorsFile], readers: int) -> None:
+    device, (segments, whole), before = staged_device(), of_files(files), threading.active_count()
+    content = Path(files[1].path).read_bytes()
+    Path(files[1].path).write_bytes(content[:9000])
+    with Uploader(device, staging_nbytes=8192, block_nbytes=1024, num_readers=readers) as uploader:
+        for _ in range(2):
+            with pytest.raises(WeightError, match=r"1.safetensors: the file ends at byte \d+, .* truncated while it was read"):
+                uploader.upload(segments, device.allocate(len(whole)))
+            assert threading.active_count() == before
+        Path(files[1].path).write_bytes(content)
+        memory = uploader.upload(segments, device.allocate(len(whole)))
+    assert np.array_equal(received(device, memory, len(whole)), whole)
+
+
+def test_a_closed_file_is_not_read(files: list[SafetensorsFile]) -> None:
+    device, (segments, whole) = staged_device(), of_files(files)
+    files[2].close()
+    with Uploader(device, block_nbytes=1024) as uploader, pytest.raises(StateError, match="the file is closed"):
+        uploader.upload(segments, device.allocate(len(whole)))
+
+
 # -- where it goes
 
 
-def test_blocks_are_filled_while_the_destination_is_made() -> None:
-    device, begun = HostDevice("cpu"), threading.Event()
+def test_staging_is_made_while_the_destination_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, begun, calls = LateDevice(), threading.Event(), []
     segments, whole = contents([5000])
+    make_pages = Blocks.make_pages
 
-    def fill(out: np.ndarray, at: int) -> None:
-        segments[0].fill(out, at)
+    def noted(self: Blocks, reader: int) -> None:
         begun.set()
+        calls.append(reader)
+        make_pages(self, reader)
 
     def make() -> Memory:
         assert begun.wait(10)
         return device.allocate(8192)
 
-    with Uploader(device, staging_nbytes=4096, block_nbytes=1024, num_readers=2, direct=False) as uploader:
-        memory = uploader.upload([Segment(begin=0, nbytes=5000, fill=fill)], make)
-    assert memory.array is not None
-    assert np.array_equal(memory.array[:5000], whole)
+    monkeypatch.setattr(Blocks, "make_pages", noted)
+    with Uploader(device, staging_nbytes=4096, block_nbytes=1024, num_readers=2) as uploader:
+        memory = uploader.upload(segments, make)
+        uploader.upload(segments, lambda: device.allocate(8192))
+    assert sorted(calls) == [0, 1]  # once
+    assert np.array_equal(memory.array[:5000], whole)  # type: ignore[index]
 
 
 @pytest.mark.parametrize("direct", [True, False])
@@ -338,7 +449,7 @@ def test_blocks_are_filled_while_the_destination_is_made() -> None:
     [(DeviceError("none is left"), "none is left"), (KeyboardInterrupt("stop"), "stop"), (None, "the destination has 256")],
 )
 def test_a_destination_that_fails_ends_everything(direct: bool, error: BaseException | None, says: str) -> None:
-    device = HostDevice("cpu")
+    device = host_device(direct)
     before = threading.active_count()
     memory = device.allocate(256)
 
@@ -348,7 +459,7 @@ def test_a_destination_that_fails_ends_everything(direct: bool, error: BaseExcep
         return memory
 
     segments, whole = contents([50_000])
-    with Uploader(device, staging_nbytes=8192, block_nbytes=1024, num_readers=3, direct=direct) as uploader:
+    with Uploader(device, staging_nbytes=8192, block_nbytes=1024, num_readers=3) as uploader:
         for destination in (make, make) if error is not None else (make, memory):
             with pytest.raises(InputError if error is None else type(error), match=says):
                 uploader.upload(segments, destination)
@@ -363,9 +474,9 @@ def test_a_destination_that_fails_ends_everything(direct: bool, error: BaseExcep
 
 @pytest.mark.parametrize("direct", [True, False])
 def test_threads_stay_for_the_next_upload_and_end_with_the_uploader(direct: bool) -> None:
-    device, before = HostDevice("cpu"), threading.active_count()
+    device, before = host_device(direct), threading.active_count()
     segments, whole = contents([50_000])
-    with Uploader(device, staging_nbytes=8192, block_nbytes=1024, num_readers=4, direct=direct) as uploader:
+    with Uploader(device, staging_nbytes=8192, block_nbytes=1024, num_readers=4) as uploader:
         for _ in range(3):
             uploader.upload(segments, device.allocate(len(whole)))
             assert threading.active_count() <= before + 4
@@ -373,7 +484,7 @@ def test_threads_stay_for_the_next_upload_and_end_with_the_uploader(direct: bool
 
 
 def test_an_interrupt_while_threads_start_ends_those_that_have(monkeypatch: pytest.MonkeyPatch) -> None:
-    device, before = HostDevice("cpu"), threading.active_count()
+    device, before = LateDevice(), threading.active_count()
     submit, calls = ThreadPoolExecutor.submit, []
 
     def interrupted(self: ThreadPoolExecutor, *work: object) -> object:
@@ -383,7 +494,7 @@ def test_an_interrupt_while_threads_start_ends_those_that_have(monkeypatch: pyte
         return submit(self, *work)  # type: ignore[arg-type]
 
     segments, whole = contents([50_000])
-    with Uploader(device, staging_nbytes=8192, block_nbytes=1024, num_readers=4, direct=False) as uploader:
+    with Uploader(device, staging_nbytes=8192, block_nbytes=1024, num_readers=4) as uploader:
         with monkeypatch.context() as patch:
             patch.setattr(ThreadPoolExecutor, "submit", interrupted)
             with pytest.raises(KeyboardInterrupt):
@@ -393,8 +504,8 @@ def test_an_interrupt_while_threads_start_ends_those_that_have(monkeypatch: pyte
 
 
 def test_no_more_blocks_are_made_than_windows_need() -> None:
-    device, small = HostDevice("cpu"), contents([2000])[0]
-    with Uploader(device, staging_nbytes=8192, block_nbytes=1024, num_readers=4, direct=False) as uploader:
+    device, small = LateDevice(), contents([2000])[0]
+    with Uploader(device, staging_nbytes=8192, block_nbytes=1024, num_readers=4) as uploader:
         assert device.pinned.peak_bytes == uploader.staged_nbytes == 0
         uploader.upload(small, device.allocate(2048))
         assert device.pinned.current_bytes == uploader.staged_nbytes == 2048
@@ -406,7 +517,7 @@ def test_no_more_blocks_are_made_than_windows_need() -> None:
 
 
 def test_uploads_of_two_threads_take_turns() -> None:
-    device, running = HostDevice("cpu"), []
+    device, running = LateDevice(), []
     pieces = [contents([30_000]) for _ in range(4)]
     memories = [device.allocate(30_000) for _ in pieces]
     most = []
@@ -420,7 +531,7 @@ def test_uploads_of_two_threads_take_turns() -> None:
 
         return Segment(begin=0, nbytes=segment.nbytes, fill=fill)
 
-    uploader = Uploader(device, staging_nbytes=4096, block_nbytes=1024, num_readers=2, direct=False)
+    uploader = Uploader(device, staging_nbytes=4096, block_nbytes=1024, num_readers=2)
     with uploader, ThreadPoolExecutor(len(pieces)) as threads:
         wholes = [[watched(segments[0])] for segments, _ in pieces]
         assert list(threads.map(uploader.upload, wholes, memories)) == memories
@@ -430,10 +541,10 @@ def test_uploads_of_two_threads_take_turns() -> None:
 
 
 def test_an_upload_that_runs_is_neither_closed_nor_nested() -> None:
-    device, refused = HostDevice("cpu"), []
+    device, refused = LateDevice(), []
     segments, whole = contents([5000])
     memory = device.allocate(5000)
-    uploader = Uploader(device, staging_nbytes=4096, block_nbytes=1024, direct=False)
+    uploader = Uploader(device, staging_nbytes=4096, block_nbytes=1024)
 
     def report(done: int, total: int) -> None:
         for call in (uploader.close, uploader.check_idle, lambda: uploader.upload(segments, memory)):
