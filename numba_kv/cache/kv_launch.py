@@ -45,15 +45,11 @@ def known_scalars(
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """How tokens become blocks, from `least` tokens on: `span` tokens a block of `threads` threads.
-
-    `kernel` is another form of the launch's kernel, if one suits so many tokens better.
-    """
+    """How tokens become blocks, from `least` tokens on: `span` tokens a block of `threads` threads."""
 
     least: int
     span: int
     threads: int
-    kernel: Kernel | None = None
 
 
 class RowLaunch:
@@ -104,7 +100,7 @@ class RowLaunch:
     def _bind(self, place: int) -> Launch:
         shape = self.shapes[place]
         values = {**self._values, "span": shape.span} if self._has_span else self._values
-        launch = (shape.kernel or self.kernel).bind(self._device, values, threads=shape.threads)
+        launch = self.kernel.bind(self._device, values, threads=shape.threads)
         self._bound[place] = launch
         return launch
 

@@ -60,8 +60,10 @@ class PageCopies:
             part = checked[first : first + MAX_PAIRS]
             staging.acquire()[: 2 * len(part)] = part.reshape(-1)
             staging.send([(0, 2 * len(part), on_device, 0)], self._device.stream)
+            count = {"num_pairs": len(part), "by_pairs": reciprocal(len(part))}
             for launch, items in self._launches[plan.index]:
-                launch(items * len(part), self._device.stream)
+                scalars = {name: n for name, n in count.items() if name in launch.values}
+                launch(items * len(part), self._device.stream, **scalars)
 
     def prepare(self) -> tuple[Staging, Tensor]:
         """Return the list of pairs. The first call makes it and binds every group: all that can fail."""
@@ -94,7 +96,7 @@ class PageCopies:
         values: dict[str, Tensor | int] = {
             "slab": flat_slab(pool, slab.nbytes, unit),
             "pairs": pairs,
-            "layers": layers,
+            "num_pairs": 1,
             "halves": halves,
             "parts": parts,
             "part_size": PART_NBYTES // unit,
@@ -107,7 +109,7 @@ class PageCopies:
         kernel = copy_page_bytes if unit == 1 else copy_page_words
         if is_wide:
             kernel = copy_page_units
-            values |= {"by_layers": reciprocal(layers), "by_halves": reciprocal(halves), "by_parts": reciprocal(parts)}
+            values |= {"by_pairs": reciprocal(1), "by_halves": reciprocal(halves), "by_parts": reciprocal(parts)}
         launch = kernel.bind(self._device, values, threads=_THREADS)
         return launch, layers * halves * parts
 

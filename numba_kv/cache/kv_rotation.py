@@ -37,8 +37,6 @@ _UNIT, _MOST_UNITS = 16, 63
 _WARP = 32
 #: Most threads of a block, which are as many as a token has work for; and where nothing is aligned, which takes more registers.
 _MOST_THREADS, _UNALIGNED_THREADS = 512, 256
-#: Tokens from which on every head has a team to itself.
-_MANY_TOKENS = 2048
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,25 +308,20 @@ def bind_rotation(pool: Tensor, call: Rotation, factors: Tensor | None, norm_bit
     if max(abs(n) for name, n in values.items() if name.endswith(("_token", "_head", "_page", "_slots"))) >= NARROW:
         raise ShapeError("q, k, v, pool: strides of 2 GiB or more, or as many slots")
     known = known_scalars(device, values, arrays, ("table_rows", "num_slots", "pool_half")) if wide else {}
-    fixed = {
-        "team_shift": team.bit_length() - 1,
-        "has_table": int(call.table is not None),
-        "has_k_out": int(call.k_out is not None),
-        "kind": KINDS[given.dtype.name],
-        "pool_kind": KINDS[pool.dtype.name if heads else given.dtype.name],
-        "weight_kind": KINDS[weights[0].dtype.name] if weights else NO_NORM,
-        "interleaved": int(call.interleaved),
-        "wide": int(wide),
-        "single": int(single),
+    kernel = rotate_kv.fixed(
+        team_shift=team.bit_length() - 1,
+        has_table=int(call.table is not None),
+        has_k_out=int(call.k_out is not None),
+        kind=KINDS[given.dtype.name],
+        pool_kind=KINDS[pool.dtype.name if heads else given.dtype.name],
+        weight_kind=KINDS[weights[0].dtype.name] if weights else NO_NORM,
+        interleaved=int(call.interleaved),
+        wide=int(wide),
+        single=int(single),
+        exact=int(single and lanes_of(device, threads) == work),
         **known,
-    }
-    half = ceil_div(work // 2, _WARP) * _WARP
-    is_whole, is_half = (single and lanes_of(device, n) * each == work for n, each in ((threads, 1), (half, 2)))
-    kernel = rotate_kv.fixed(**fixed, heads_each=int(is_whole))
-    shapes = [Shape(0, 1, threads)]
-    if wide and is_half:  # fewer threads, each of which waits for more at once
-        shapes = [Shape(0, 1, half, rotate_kv.fixed(**fixed, heads_each=2)), Shape(_MANY_TOKENS, 1, threads)]
-    return RowLaunch(kernel, device, values, 1, call.tokens, *shapes, named=call.named)
+    )
+    return RowLaunch(kernel, device, values, 1, call.tokens, Shape(0, 1, threads), named=call.named)
 
 
 def _no(given: Tensor, kind: str) -> Tensor:

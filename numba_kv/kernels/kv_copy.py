@@ -19,7 +19,7 @@ __all__ = ["copy_page_bytes", "copy_page_units", "copy_page_words"]
     block_form=True,
     slab=array("uint64"),
     pairs=array("int32", 2),
-    layers=scalar(),
+    num_pairs=scalar(),
     halves=scalar(),
     parts=scalar(),
     part_size=scalar(),
@@ -35,7 +35,7 @@ def copy_page_words(
     lanes,
     slab,
     pairs,
-    layers,
+    num_pairs,
     halves,
     parts,
     part_size,
@@ -45,17 +45,17 @@ def copy_page_words(
     num_pages,
     num_targets,
 ):
-    """Copy page ``pairs[i, 0]`` to page ``pairs[i, 1]`` in every half of every layer; sizes in words.
+    """Copy page ``pairs[i, 0]`` to page ``pairs[i, 1]`` of `num_pairs` in every half of every layer; sizes in words.
 
     Sources are below `num_pages`, targets below `num_targets`; other pairs are left out. No page is a target twice, nor a
-    target and a source. Item: a part of a page, by pair, layer, half and part; lanes share its words.
+    target and a source. Item: a part of a page, by layer, half, pair and part; lanes share its words.
     """
     plane = np.int64(item) // parts
     first = (np.int64(item) - plane * parts) * part_size
-    layer = plane // halves
-    half = plane - layer * halves
-    pair = layer // layers
-    layer -= pair * layers
+    layer_half = plane // num_pairs
+    pair = plane - layer_half * num_pairs
+    layer = layer_half // halves
+    half = layer_half - layer * halves
     source, target = np.int64(pairs[pair, 0]), np.int64(pairs[pair, 1])
     if source >= 0 and source < num_pages and target >= 0 and target < num_targets:
         base = layer * layer_stride + half * half_stride + first
@@ -75,12 +75,12 @@ copy_page_bytes = copy_page_words.over("copy_page_bytes", slab="uint8")
     block_form=True,
     slab=array("uint8"),
     pairs=array("int32", 2),
-    layers=scalar(),
     halves=scalar(),
     parts=scalar(),
-    by_layers=scalar(),
-    by_halves=scalar(),
+    num_pairs=scalar(),
     by_parts=scalar(),
+    by_halves=scalar(),
+    by_pairs=scalar(),
     part_size=scalar(),
     page_size=scalar(),
     layer_stride=scalar(),
@@ -94,12 +94,12 @@ def copy_page_units(
     lanes,
     slab,
     pairs,
-    layers,
     halves,
     parts,
-    by_layers,
-    by_halves,
+    num_pairs,
     by_parts,
+    by_halves,
+    by_pairs,
     part_size,
     page_size,
     layer_stride,
@@ -113,10 +113,10 @@ def copy_page_units(
     """
     plane = divided(np.int64(item), parts, by_parts)
     first = product(np.int64(item) - product(plane, parts), part_size)
-    layer = divided(plane, halves, by_halves)
-    half = plane - product(layer, halves)
-    pair = divided(layer, layers, by_layers)
-    layer -= product(pair, layers)
+    layer_half = divided(plane, num_pairs, by_pairs)
+    pair = plane - product(layer_half, num_pairs)
+    layer = divided(layer_half, halves, by_halves)
+    half = layer_half - product(layer, halves)
     source, target = np.int64(pairs[pair, 0]), np.int64(pairs[pair, 1])
     if source >= 0 and source < num_pages and target >= 0 and target < num_targets:
         base = layer * layer_stride + half * half_stride + first

@@ -110,10 +110,6 @@ def put_unit(a, b, places, head, angles, norm, targets, offsets, kinds):
     pool, q_out, k_out, factors = targets
     slot_at, pool_half, pool_head, q_at, q_out_head, k_at, k_out_head, heads = offsets
     kind, pool_kind, weight_kind, interleaved, wide, has_k_out = kinds
-    none = np.uint64(0)
-    empty = (none, none, none, none)
-    if not in_table:
-        a, b = empty, empty
     x, y = floats_of(a, kind), floats_of(b, kind)
     if in_table and (rotates or has_norm):
         if weight_kind != NO_NORM and has_norm:
@@ -130,7 +126,7 @@ def put_unit(a, b, places, head, angles, norm, targets, offsets, kinds):
     if is_v:
         to += pool_half
     if is_q:
-        target, to, is_wanted = q_out, q_at + product(own, q_out_head), is_there
+        target, to, is_wanted = q_out, q_at + product(own, q_out_head), is_there and in_table
     if kind == pool_kind or is_q:
         put_both(target, to, places, a, b, kind, wide, is_wanted)
     else:
@@ -142,7 +138,14 @@ def put_unit(a, b, places, head, angles, norm, targets, offsets, kinds):
             x, y = rescaled(x, factor), rescaled(y, factor)
         put_both(target, to, places, raw_of(x, pool_kind), raw_of(y, pool_kind), pool_kind, wide, is_wanted)
     if has_k_out and not is_q and not is_v:
-        put_both(k_out, k_at + product(own, k_out_head), places, a, b, kind, wide, is_there)
+        put_both(k_out, k_at + product(own, k_out_head), places, a, b, kind, wide, is_there and in_table)
+    if not in_table:  # rare, and out of the way of what is waited for
+        none = np.uint64(0)
+        empty = (none, none, none, none)
+        if is_q:
+            put_both(q_out, q_at + product(own, q_out_head), places, empty, empty, kind, wide, is_there)
+        elif has_k_out and not is_v:
+            put_both(k_out, k_at + product(own, k_out_head), places, empty, empty, kind, wide, is_there)
 
 
 @kernel(
@@ -157,7 +160,7 @@ def put_unit(a, b, places, head, angles, norm, targets, offsets, kinds):
         "interleaved",
         "wide",
         "single",
-        "heads_each",
+        "exact",
     ),
     q=memory("uint8"),
     k=memory("uint8"),
@@ -206,7 +209,7 @@ def put_unit(a, b, places, head, angles, norm, targets, offsets, kinds):
     interleaved=scalar(),
     wide=scalar(),
     single=scalar(),
-    heads_each=scalar(),
+    exact=scalar(),
 )
 def rotate_kv(
     item,
@@ -259,14 +262,13 @@ def rotate_kv(
     interleaved,
     wide,
     single,
-    heads_each,
+    exact,
 ):
     """Normalise and rotate Q and K of a token, write K and V to its slot, Q to `q_out`, K to `k_out`; strides in bytes.
 
     A slot outside [0, num_slots) drops K and V, but not Q and `k_out`. A position outside of the table drops K and V, and Q and
-    `k_out` become zeros; a table has a row at least. `single`: a lane has one unit at most. `heads_each`: heads that every team
-    has, 1 or 2; 0: any number of them. `inverse_dim`, `eps` and `norm_offset` are the bits of float32. `q_out` may be `q`, and
-    `k_out` `k`.
+    `k_out` become zeros; a table has a row at least. `single`: a lane has one unit at most; `exact`: there are as
+    many teams as heads. `inverse_dim`, `eps` and `norm_offset` are the bits of float32. `q_out` may be `q`, and `k_out` `k`.
 
     Item: a token; teams of ``2**team_shift`` lanes, at most all of them, share its heads.
     """
@@ -303,14 +305,11 @@ def rotate_kv(
     first = np.int64(0)
     while True:  # as often for every lane: teams add up their squares together
         number, is_there = first + group, t < units
-        if heads_each == 0:
+        if not exact:
             number, is_there = min(number, total - 1), is_there and number < total
         memory, at, is_q, is_v, own = place_of(number, token, counts, given, strides)
         a, b = both_runs(memory, at, runs, kind, wide)
-        if heads_each == 2:
-            memory2, at2, is_q2, is_v2, own2 = place_of(number + teams, token, counts, given, strides)
-            a2, b2 = both_runs(memory2, at2, runs, kind, wide)
-        if has_table and (heads_each != 0 or not single or first == 0):
+        if has_table and (exact or not single or first == 0):
             cosines, sines = rotary_unit(table, row_at, min(unit, last), pairs, wide)
         has_norm, inverse = False, np.float32(1.0)
         if weight_kind != NO_NORM:
@@ -320,14 +319,6 @@ def rotate_kv(
         norm = (has_norm, inverse, norm_offset, q_weight, k_weight)
         angles = (has_table and not is_v and unit < rotary_units, cosines, sines)
         put_unit(a, b, runs, head, angles, norm, targets, offsets, kinds)
-        if heads_each == 2:
-            if weight_kind != NO_NORM:
-                has_norm = not is_v2 and ((is_q2 and has_q_norm != 0) or (not is_q2 and has_k_norm != 0))
-                inverse = inverse_norm(a2, b2, memory2, at2, lane, lanes, unit, channels, kind, interleaved, wide, single)
-            head = (is_q2, is_v2, own2, is_there, in_table, to_slot)
-            norm = (has_norm, inverse, norm_offset, q_weight, k_weight)
-            angles = (has_table and not is_v2 and unit < rotary_units, cosines, sines)
-            put_unit(a2, b2, runs, head, angles, norm, targets, offsets, kinds)
         c = t + team
         while not single and c < units:
             places = unit_runs(c, rotary_units, rotary, dim, interleaved)
@@ -338,5 +329,5 @@ def rotate_kv(
             put_unit(a, b, places, head, angles, norm, targets, offsets, kinds)
             c += team
         first += teams
-        if heads_each != 0 or first >= total:
+        if exact or first >= total:
             break

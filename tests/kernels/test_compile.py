@@ -39,7 +39,7 @@ def rotation(
     interleaved: int = 0,
     wide: int = 1,
     single: int = 1,
-    heads_each: int = 0,
+    exact: int = 0,
     **known: int,
 ) -> Kernel:
     return rotate_kv.fixed(
@@ -52,13 +52,13 @@ def rotation(
         interleaved=interleaved,
         wide=wide,
         single=single,
-        heads_each=heads_each,
+        exact=exact,
         **known,
     )
 
 
 #: What a kernel of one model knows when it is compiled.
-MODEL = {"heads_each": 1, "dim": 128, "rotary": 128, "q_heads": 32, "heads": 8}
+MODEL = {"exact": 1, "dim": 128, "rotary": 128, "q_heads": 32, "heads": 8}
 AS_IT_IS = {"kind": RAW, "pool_kind": RAW, "has_heads": 0, "has_span": 0}
 
 #: Fixed forms that stand for the others, and how wide their accesses are.
@@ -78,10 +78,6 @@ WIDE = {
         {"LDG.64", "LDG.128", "STG.128"},
     ),
     "rotation": (rotation(BFLOAT16, BFLOAT16, **MODEL), {"LDG.32", "LDG.64", "LDG.128", "STG.128"}),
-    "rotation of two heads": (
-        rotation(BFLOAT16, BFLOAT16, **MODEL | {"heads_each": 2}),
-        {"LDG.32", "LDG.64", "LDG.128", "STG.128"},
-    ),
     "rotation to float8": (rotation(BFLOAT16, FLOAT8, **MODEL), {"LDG.32", "LDG.64", "LDG.128", "STG.64", "STG.128"}),
     "norm and rotation": (rotation(BFLOAT16, BFLOAT16, BFLOAT16, **MODEL), {"LDG.32", "LDG.64", "LDG.128", "STG.128"}),
     "pages": (copy_page_units, {"LDG.32", "LDG.128", "STG.128"}),

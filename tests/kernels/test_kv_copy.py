@@ -37,7 +37,7 @@ def test_pages_are_copied_in_every_layer_and_half(device: Device, unit: int, hal
         {
             "slab": slab.tensor,
             "pairs": on_device,
-            "layers": layers,
+            "num_pairs": len(pairs),
             "halves": halves,
             "parts": parts,
             "part_size": -(-page // parts),
@@ -72,10 +72,10 @@ def test_pages_are_copied_by_16_bytes(device: Device, halves: int, units: int, p
         {
             "slab": slab.tensor,
             "pairs": on_device,
-            "layers": layers,
+            "num_pairs": len(pairs),
             "halves": halves,
             "parts": parts,
-            "by_layers": reciprocal(layers),
+            "by_pairs": reciprocal(len(pairs)),
             "by_halves": reciprocal(halves),
             "by_parts": reciprocal(parts),
             "part_size": 16 * -(-units // parts),

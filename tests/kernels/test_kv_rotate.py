@@ -191,15 +191,6 @@ def test_more_heads_than_a_block_has_teams(device: Device, monkeypatch: pytest.M
     check(device, dim=64, rotary=64, q_heads=40, heads=3, tokens=6, pages=6, norm=norm)
 
 
-@pytest.mark.parametrize("tokens", [1, 5])
-@pytest.mark.parametrize("norm", ["", "k"])
-def test_two_heads_a_team(device: Device, monkeypatch: pytest.MonkeyPatch, norm: str, tokens: int) -> None:
-    """As many heads as two blocks' teams: of 64 lanes on a GPU, 4 in the simulator, one elsewhere."""
-    monkeypatch.setattr("numba_kv.cache.kv_rotation._MANY_TOKENS", 5)
-    dim, q_heads, heads = {"cuda": (64, 24, 4), "sim": (32, 2, 1), "cpu": (16, 0, 1)}[device.target]
-    check(device, dim=dim, rotary=dim, q_heads=q_heads, heads=heads, tokens=tokens, pages=6, norm=norm)
-
-
 def test_an_empty_table_is_refused(device: Device) -> None:
     with pytest.raises(ShapeError, match="no rows"):
         rotary_rows(device, device.tensor((1, 0, 16), dtype("float32")), 16)
