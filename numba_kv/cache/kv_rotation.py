@@ -303,9 +303,10 @@ def bind_rotation(pool: Tensor, call: Rotation, factors: Tensor | None, norm_bit
     for name, tensor in arrays.items():
         values[name] = _bytes(tensor, given)
         for axis, part in enumerate(("token", "head")):
-            matters = tensor is not None and tensor.shape[axis] > 1
-            values[f"{name}_{part}"] = tensor.strides[axis] * tensor.dtype.itemsize if matters else 0
-    if max(abs(n) for name, n in values.items() if name.endswith(("_token", "_head", "_page", "_slots"))) >= NARROW:
+            size = 0 if tensor is None or tensor.shape[axis] == 1 else tensor.dtype.itemsize
+            values[f"{name}_{part}"] = 0 if tensor is None else tensor.strides[axis] * size
+    narrow = tuple(f"_{part}" for part in ("token", "head", "page", "slots"))
+    if max(n for name, n in values.items() if isinstance(n, int) and name.endswith(narrow)) >= NARROW:
         raise ShapeError("q, k, v, pool: strides of 2 GiB or more, or as many slots")
     known = known_scalars(device, values, arrays, ("table_rows", "num_slots", "pool_half")) if wide else {}
     kernel = rotate_kv.fixed(
