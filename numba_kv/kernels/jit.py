@@ -23,6 +23,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from hashlib import blake2b
 from operator import index
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
@@ -104,7 +105,10 @@ class Kernel:
         if key not in self._variants:
             arguments = {n: a.fixed(values[n]) if n in values else a for n, a in self.arguments.items()}
             made = Kernel(self.function, arguments, self.block_form)
-            made.name = "_".join([self.name, *(str(n) for n in key if n is not None)]).replace("-", "m")
+            words = [str(index(values[n])) for n in self.arguments if n in self.open]
+            if len(words) < len(values):  # the others can be many: a name is that of a file, too
+                words.append(blake2b(repr(key).encode(), digest_size=6).hexdigest())
+            made.name = "_".join([self.name, *words]).replace("-", "m")
             self._variants[key] = made
         return self._variants[key]
 

@@ -19,7 +19,7 @@ from numba_kv.errors import InputError, ShapeError, StateError
 from numba_kv.kernels.jit import Launch, all_kernels, kernel
 from numba_kv.kernels.routines import routine
 from numba_kv.kernels.source import build_key, product_name
-from numba_kv.kernels.spec import array, scalar
+from numba_kv.kernels.spec import array, memory, scalar
 
 FACTOR = 3
 
@@ -59,6 +59,12 @@ def store(item, to, value):
     to[item] = value
 
 
+@kernel(open_scalars=("first",), to=memory("int64"), first=scalar(), second=scalar(), third=scalar())
+def digits(item, to, first, second, third):
+    """Store three scalars in one number."""
+    to[item] = 100 * first + 10 * second + third
+
+
 @pytest.fixture(scope="module")
 def device() -> Device:
     return create_device()
@@ -69,6 +75,30 @@ def to_device(device: Device, values: object, kind: str = "int32") -> Tensor:
     tensor = device.tensor(given.shape, dtype(kind))
     tensor.fill_from(given)
     return tensor
+
+
+# -- fixed forms
+
+def test_open_scalars_are_fixed_and_others_may_be(device: Device) -> None:
+    """A form differs in what is fixed, not in what it does; its parameters are what is left."""
+    to = device.tensor((1,), dtype("int64"))
+    for fixed in ({"first": 1}, {"first": 1, "third": 3}, {"first": 1, "second": 2, "third": 3}):
+        form = digits.fixed(**fixed)
+        assert form is digits.fixed(**dict(reversed(fixed.items())))
+        assert form.num_words == 2 + 3 - len(fixed)  # items, the address of a memory without its extent
+        left = {name: n for name, n in (("second", 2), ("third", 3)) if name not in fixed}
+        to.fill_from(np.zeros(1, np.int64))
+        form.bind(device, {"to": to, **left})(1, device.stream)
+        assert to.to_host()[0] == 123
+    names = {digits.fixed(first=1, **more).name for more in ({}, {"third": 3}, {"third": 4}, {"second": 3})}
+    assert len(names) == 4
+    assert all(name.startswith("digits_1") for name in names)
+
+
+@pytest.mark.parametrize("values", [{}, {"third": 3}, {"first": 1, "fourth": 4}, {"first": 1, "to": 0}])
+def test_what_cannot_be_fixed(values: dict) -> None:
+    with pytest.raises(InputError):
+        digits.fixed(**values)
 
 
 # -- both forms

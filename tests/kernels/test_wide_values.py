@@ -13,7 +13,17 @@ from numba_kv.dtypes import dtype
 from numba_kv.kernels.bits import BFLOAT16, FLOAT8, FLOAT16, FLOAT32, KINDS, bits_of, float_of, from_float32, to_float32
 from numba_kv.kernels.jit import Kernel
 from numba_kv.kernels.spec import array, scalar
-from numba_kv.kernels.wide_rows import divided, floats_of, load_raw, load_some, raw_of, reciprocal, store_raw, store_some
+from numba_kv.kernels.wide_rows import (
+    divided,
+    floats_of,
+    load_raw,
+    load_some,
+    product,
+    raw_of,
+    reciprocal,
+    store_raw,
+    store_some,
+)
 from numba_kv.kernels.wide_values import (
     bfloat16_results,
     float16_results,
@@ -214,3 +224,8 @@ def test_results_are_rounded_and_a_nan_is_that_of_a_gpu(device: Device, kind: in
     wanted = np.array([from_float32(int(b), kind) for b in bits], np.uint32)
     assert np.array_equal(found, np.where(is_nan, 0x7FFF, wanted))
     assert is_nan.sum() >= 2
+
+
+def test_products_of_32_bits_are_whole() -> None:
+    for a, b in ((2**32 - 1, 2**31 - 1), (0, 2**32 - 1), (123456789, 987654321)):
+        assert product(np.int64(a), np.int64(b)) == a * b
