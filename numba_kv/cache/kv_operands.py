@@ -78,6 +78,8 @@ def dense(device: Device, value: Any, name: str, heads: int, dim: int) -> Tensor
     if (dim > 1 and strides[2] != 1) or min(strides) < 0:
         raise ShapeError(f"{name}: strides {list(strides)} given; a last axis of stride 1 and no negative stride wanted")
     check_aligned(tensor, name)
+    usual = (heads * dim, dim, 1)  # an axis of one has any stride, which says nothing
+    strides = tuple(own if n != 1 else stride for n, own, stride in zip(shape, strides, usual, strict=True))
     memory = unowned(tensor)._memory
     at = tensor.address - memory.address
     return Tensor(memory, device, tensor.dtype, shape, offset_nbytes=at, strides=strides)

@@ -155,18 +155,17 @@ def rotary_rows(device: Device, value: Any, dim: int) -> Tensor:
     Raises
     ------
     ShapeError
-        If it is not dense float32 of one set of rows, with R even and at most `dim`.
+        If it is not dense float32 of one set of rows, one of them at least, with R even and at most `dim`.
     """
     tensor = as_tensor(device, value, "table")
     tensor.check_open()
     shape = tensor.shape
-    if tensor.dtype is not _FLOAT32 or tensor.ndim < 2 or not tensor.is_contiguous or any(n != 1 for n in shape[:-2]):
+    is_one_set = tensor.ndim >= 2 and all(n == 1 for n in shape[:-2]) and shape[-2] > 0
+    if tensor.dtype is not _FLOAT32 or not is_one_set or not tensor.is_contiguous:
         raise ShapeError(
-            f"table: {tensor!r} given, dense float32 [S, R] wanted; "
+            f"table: {tensor!r} given, dense float32 [S, R] with a row at least wanted; "
             "of a table with several row sets, gather the rows of the step's tokens first"
         )
-    if not shape[-2]:
-        raise ShapeError("table: no rows given")
     if shape[-1] % 2 or not 2 <= shape[-1] <= dim:
         raise ShapeError(f"table: rows of {shape[-1]} given, an even number of channels up to the heads' {dim} wanted")
     check_aligned(tensor, "table")
@@ -254,7 +253,8 @@ def bind_rotation(pool: Tensor, call: Rotation, factors: Tensor | None, norm_bit
     Raises
     ------
     InputError, ShapeError
-        If element types or shapes do not fit, or memory that is written overlaps other memory of the call.
+        If element types or shapes do not fit, strides in bytes or the pool's slots are 2**31 or more, or memory that is written
+        overlaps other memory of the call.
 
     Cost: compiles on first use. Enqueues nothing.
     """
@@ -303,11 +303,8 @@ def bind_rotation(pool: Tensor, call: Rotation, factors: Tensor | None, norm_bit
     for name, tensor in arrays.items():
         values[name] = _bytes(tensor, given)
         for axis, part in enumerate(("token", "head")):
-            size = 0 if tensor is None or tensor.shape[axis] == 1 else tensor.dtype.itemsize
-            values[f"{name}_{part}"] = 0 if tensor is None else tensor.strides[axis] * size
-    narrow = tuple(f"_{part}" for part in ("token", "head", "page", "slots"))
-    if max(n for name, n in values.items() if isinstance(n, int) and name.endswith(narrow)) >= NARROW:
-        raise ShapeError("q, k, v, pool: strides of 2 GiB or more, or as many slots")
+            values[f"{name}_{part}"] = 0 if tensor is None else tensor.strides[axis] * tensor.dtype.itemsize
+    _check_narrow(values)
     known = known_scalars(device, values, arrays, ("table_rows", "num_slots", "pool_half")) if wide else {}
     kernel = rotate_kv.fixed(
         team_shift=team.bit_length() - 1,
@@ -323,6 +320,16 @@ def bind_rotation(pool: Tensor, call: Rotation, factors: Tensor | None, norm_bit
         **known,
     )
     return RowLaunch(kernel, device, values, 1, call.tokens, Shape(0, 1, threads), named=call.named)
+
+
+def _check_narrow(values: dict[str, Tensor | int]) -> None:
+    """Raise ShapeError if a stride or the slots are too many for products of 32 bits."""
+    for name, number in values.items():
+        if isinstance(number, int) and number >= NARROW and name.endswith(("_token", "_head", "_page", "_slots")):
+            array, _, what = name.rpartition("_")
+            if what == "slots":
+                raise ShapeError(f"pool: {number} slots given, fewer than {NARROW} wanted")
+            raise ShapeError(f"{array}: a stride of {number} bytes from {what} to {what} given, less than {NARROW} wanted")
 
 
 def _no(given: Tensor, kind: str) -> Tensor:

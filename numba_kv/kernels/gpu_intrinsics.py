@@ -16,6 +16,7 @@ __all__ = [
     "load_bytes",
     "load_floats",
     "narrow_elements",
+    "narrow_results",
     "store_bytes",
     "store_floats",
     "widen_elements",
@@ -297,25 +298,13 @@ def _narrowed(ir: Any, builder: Any, values: Any, kind: str, mends: bool) -> lis
     return found
 
 
-def narrow_elements(kind: str, *, mends: bool = True) -> Any:
+def narrow_elements(kind: str) -> Any:
     """Return ``eight float32 -> word``, or two words of types of 16 bits; rounded to nearest even; float8 saturates.
 
-    With `mends` a NaN is the one NaN of its sign. Without, it is what the instruction makes of it, all ones, positive; then
-    types of 16 bits come in fours: ``four float32 -> word``.
+    A NaN is the one NaN of its sign.
     """
     ir, types, intrinsic = _intrinsic()
     result = types.uint64 if kind == "float8" else types.UniTuple(types.uint64, 2)
-
-    if not mends:
-
-        @intrinsic
-        def narrow_four(typingctx, a, b, c, d):
-            def codegen(context, builder, signature, arguments):
-                return _narrowed(ir, builder, arguments, kind, False)[0]
-
-            return types.uint64(*[types.float32] * 4), codegen
-
-        return narrow_four
 
     @intrinsic
     def narrow_eight(typingctx, a, b, c, d, e, f, g, h):
@@ -326,6 +315,23 @@ def narrow_elements(kind: str, *, mends: bool = True) -> Any:
         return result(*[types.float32] * 8), codegen
 
     return narrow_eight
+
+
+def narrow_results(kind: str) -> Any:
+    """Return ``four float32 -> word`` of a type of 16 bits, rounded to nearest even.
+
+    A NaN is what the instruction makes of it: all ones but the sign.
+    """
+    ir, types, intrinsic = _intrinsic()
+
+    @intrinsic
+    def narrow_four(typingctx, a, b, c, d):
+        def codegen(context, builder, signature, arguments):
+            return _narrowed(ir, builder, arguments, kind, False)[0]
+
+        return types.uint64(*[types.float32] * 4), codegen
+
+    return narrow_four
 
 
 def float_operation(name: str) -> Callable[..., Any]:

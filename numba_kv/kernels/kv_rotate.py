@@ -68,9 +68,11 @@ def place_of(number, token, counts, given, strides):
     (q_token, q_head), (token_stride, head_stride), (v_token, v_head) = strides
     head = np.uint32(number)
     is_q, is_v = head < np.uint32(q_heads), head >= np.uint32(q_heads + heads)
-    own = np.uint32(head - np.uint32(q_heads))
+    own = head
     if is_q:
-        own, memory, token_stride, head_stride = head, q, q_token, q_head
+        memory, token_stride, head_stride = q, q_token, q_head
+    else:
+        own = np.uint32(head - np.uint32(q_heads))
     if is_v:
         own, memory, token_stride, head_stride = np.uint32(own - np.uint32(heads)), v, v_token, v_head
     return memory, product(token, token_stride) + product(own, head_stride), is_q, is_v, own

@@ -11,7 +11,7 @@ import math
 import numpy as np
 
 from numba_kv.kernels.bits import BFLOAT16, FLOAT8, FLOAT16, bits_of, float_of, from_float32, to_float32
-from numba_kv.kernels.gpu_intrinsics import float_operation, narrow_elements, widen_elements
+from numba_kv.kernels.gpu_intrinsics import float_operation, narrow_elements, narrow_results, widen_elements
 from numba_kv.kernels.routines import primitive, routine
 
 __all__ = [
@@ -61,37 +61,28 @@ def float32_of(a, b):
     return np.uint64(bits_of(a)) | np.uint64(bits_of(b)) << np.uint64(32)
 
 
+@routine
+def _four_elements(word, kind):
+    a, b = _element(word, 0, 16, kind), _element(word, 16, 16, kind)
+    return a, b, _element(word, 32, 16, kind), _element(word, 48, 16, kind)
+
+
 @primitive(gpu=lambda architecture: widen_elements("float16"))
 def from_float16(word):
     """Return the four float16 of a word as float32."""
-    return (
-        _element(word, 0, 16, FLOAT16),
-        _element(word, 16, 16, FLOAT16),
-        _element(word, 32, 16, FLOAT16),
-        _element(word, 48, 16, FLOAT16),
-    )
+    return _four_elements(word, FLOAT16)
 
 
 @primitive(gpu=lambda architecture: widen_elements("float16", mends=False))
 def from_float16_any_nan(word):
     """Return the four float16 of a word as float32; a NaN stays one, whatever its bits."""
-    return (
-        _element(word, 0, 16, FLOAT16),
-        _element(word, 16, 16, FLOAT16),
-        _element(word, 32, 16, FLOAT16),
-        _element(word, 48, 16, FLOAT16),
-    )
+    return _four_elements(word, FLOAT16)
 
 
 @primitive(gpu=lambda architecture: widen_elements("bfloat16"))
 def from_bfloat16(word):
     """Return the four bfloat16 of a word as float32."""
-    return (
-        _element(word, 0, 16, BFLOAT16),
-        _element(word, 16, 16, BFLOAT16),
-        _element(word, 32, 16, BFLOAT16),
-        _element(word, 48, 16, BFLOAT16),
-    )
+    return _four_elements(word, BFLOAT16)
 
 
 @primitive(gpu=lambda architecture: widen_elements("float8") if architecture >= _FLOAT8_INSTRUCTIONS else None)
@@ -147,13 +138,13 @@ def _four_results(a, b, c, d, kind):
     return low | (_result(c, kind) | _result(d, kind) << np.uint64(16)) << np.uint64(32)
 
 
-@primitive(gpu=lambda architecture: narrow_elements("float16", mends=False))
+@primitive(gpu=lambda architecture: narrow_results("float16"))
 def float16_results(a, b, c, d):
     """Return the word of four float32 as float16; a NaN has all bits set but the sign, as a GPU makes it."""
     return _four_results(a, b, c, d, FLOAT16)
 
 
-@primitive(gpu=lambda architecture: narrow_elements("bfloat16", mends=False))
+@primitive(gpu=lambda architecture: narrow_results("bfloat16"))
 def bfloat16_results(a, b, c, d):
     """Return the word of four float32 as bfloat16; a NaN has all bits set but the sign, as a GPU makes it."""
     return _four_results(a, b, c, d, BFLOAT16)

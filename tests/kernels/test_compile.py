@@ -59,11 +59,17 @@ def rotation(
 
 #: What a kernel of one model knows when it is compiled.
 MODEL = {"exact": 1, "dim": 128, "rotary": 128, "q_heads": 32, "heads": 8}
+SHAPES = {
+    **{"units": 128, "by_units": 1 << 25, "row": 16, "by_row": 1 << 28, "heads": 8, "shift": 4},
+    **{"pool_page": 1 << 15, "pool_token": 2048, "pool_head": 256},
+    **{"k_token": 2048, "k_head": 256, "v_token": 2048, "v_head": 256},
+}
 AS_IT_IS = {"kind": RAW, "pool_kind": RAW, "has_heads": 0, "has_span": 0}
 
 #: Fixed forms that stand for the others, and how wide their accesses are.
 WIDE = {
     "bfloat16 write": (move_kv.fixed(write=1, **AS_IT_IS), {"LDG.64", "LDG.128", "STG.128"}),
+    "bfloat16 write of a model": (move_kv.fixed(write=1, **AS_IT_IS, **SHAPES), {"LDG.64", "LDG.128", "STG.128"}),
     "bfloat16 read": (move_kv.fixed(write=0, **AS_IT_IS), {"LDG.64", "LDG.128", "STG.128"}),
     "float8 write": (
         move_kv.fixed(write=1, kind=BFLOAT16, pool_kind=FLOAT8, has_heads=1, has_span=1),
@@ -83,7 +89,7 @@ WIDE = {
     "pages": (copy_page_units, {"LDG.32", "LDG.128", "STG.128"}),
 }
 #: Forms that know their model.
-OF_MODEL = {WIDE[name][0].name for name in WIDE if "rotation" in name}
+OF_MODEL = {WIDE[name][0].name for name in WIDE if "rotation" in name or "model" in name}
 FORMS = (
     rotation(BFLOAT16, BFLOAT16),
     rotation(BFLOAT16, FLOAT8, BFLOAT16),

@@ -191,8 +191,17 @@ def test_more_heads_than_a_block_has_teams(device: Device, monkeypatch: pytest.M
     check(device, dim=64, rotary=64, q_heads=40, heads=3, tokens=6, pages=6, norm=norm)
 
 
+def test_strides_that_are_too_long_are_refused(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("numba_kv.cache.kv_rotation.NARROW", 64)
+    with pytest.raises(ShapeError, match=r"pool: a stride of \d+ bytes from page to page given, less than 64 wanted"):
+        check(device)
+    monkeypatch.setattr("numba_kv.cache.kv_rotation.NARROW", 8)
+    with pytest.raises(ShapeError, match=r"pool: 12 slots given, fewer than 8 wanted"):
+        check(device)
+
+
 def test_an_empty_table_is_refused(device: Device) -> None:
-    with pytest.raises(ShapeError, match="no rows"):
+    with pytest.raises(ShapeError, match="a row at least"):
         rotary_rows(device, device.tensor((1, 0, 16), dtype("float32")), 16)
 
 

@@ -127,6 +127,22 @@ def test_the_widest_accesses_that_everything_is_aligned_to(device: Device, dim: 
     assert found == name
 
 
+def test_long_strides_take_products_of_64_bits(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("numba_kv.cache.kv_operands.NARROW", 64)
+    assert check(device, "bfloat16", "float16") == "write_kv"
+
+
+@pytest.mark.parametrize("tokens", [1, 2])
+def test_strides_of_an_axis_of_one_say_nothing(device: Device, tokens: int) -> None:
+    """A kernel of a GPU is compiled with strides: those that nobody uses must not make another."""
+    memory = device.tensor((64,), dtype("bfloat16"))
+    shapes = [(1, 1, 8), (tokens, 1, 8), (1, tokens, 8)]
+    for heads, shape in ((1, shapes[0]), (1, shapes[1]), (tokens, shapes[2])):
+        odd = tuple(999 if n == 1 else stride for n, stride in zip(shape, (8 * heads, 8, 1), strict=True))
+        given = Tensor(memory._memory, device, memory.dtype, shape, strides=odd)
+        assert dense(device, given, "k", heads, 8).strides == (8 * heads, 8, 1)
+
+
 @pytest.mark.parametrize("pool_kind", ["bfloat16", "float8_e4m3"])
 @pytest.mark.parametrize("order", [NHD, HND], ids=["NHD", "HND"])
 @pytest.mark.parametrize("span", [1, 3, 16])
