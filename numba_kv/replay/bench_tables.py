@@ -33,6 +33,7 @@ _STEP_COLUMNS = (
 _KV_COLUMNS = (
     ("what", "what", "write: tokens into pages; gather: out of them; rotate: write that rotates too; decode: 256 tokens"),
     ("pool", "pool", "element type of the pages; what is moved in or out is bfloat16"),
+    ("layout", "layout", "of a page: tokens before heads (NHD), or behind them"),
     ("tokens", "tokens", "tokens of the call"),
     ("us", "us", "microseconds of the call, median"),
     ("GB/s", "gb_per_s", "bytes read once and bytes written once"),
@@ -77,13 +78,26 @@ _SPEC_COLUMNS = (
     ("GB/s", "gb_per_s", "bytes read once and bytes written once"),
     ("of copy", "of_copy", "speed beside a plain copy of as many bytes"),
 )
+_LOAD_COLUMNS = (
+    ("files", "files", "safetensors files of the checkpoint, all in the page cache"),
+    ("bytes", "nbytes", "of all tensors"),
+    ("copy", "pinned_copy_gb_per_s", "GB/s of a plain copy of as many bytes from page-locked memory"),
+    ("first", "first_load_gb_per_s", "GB/s of a first load that `external_weights_nbytes` announced"),
+    ("of copy", "first_ratio", "the same beside the plain copy"),
+    ("later", "later_load_gb_per_s", "GB/s of later loads, into new device memory"),
+    ("later of copy", "later_ratio", "the same beside the plain copy"),
+    ("unannounced", "first_unannounced_ratio", "a first load that nothing announced, beside the plain copy"),
+    ("staging", "staging_nbytes", "page-locked bytes of the loads"),
+)
 Columns = tuple[tuple[str, str, str], ...]
-_SWEEPS: Mapping[str, tuple[str, Columns]] = {
-    "step": ("step: bookkeeping of a decode step, median microseconds", _STEP_COLUMNS),
-    "reuse": ("reuse: prefix hits, lower quartile of microseconds", _REUSE_COLUMNS),
-    "kv": ("kv: K and V into pages and out of them", _KV_COLUMNS),
-    "host": ("host: pages to page-locked memory and back", _HOST_COLUMNS),
-    "spec": ("spec: speculative rounds, and commits of accepted states", _SPEC_COLUMNS),
+#: Title, columns, and key of the points.
+_SWEEPS: Mapping[str, tuple[str, Columns, str]] = {
+    "step": ("step: bookkeeping of a decode step, median microseconds", _STEP_COLUMNS, "points"),
+    "reuse": ("reuse: prefix hits, lower quartile of microseconds", _REUSE_COLUMNS, "points"),
+    "kv": ("kv: K and V into pages and out of them", _KV_COLUMNS, "points"),
+    "load": ("load: weights onto the device", _LOAD_COLUMNS, "checkpoints"),
+    "host": ("host: pages to page-locked memory and back", _HOST_COLUMNS, "points"),
+    "spec": ("spec: speculative rounds, and commits of accepted states", _SPEC_COLUMNS, "points"),
 }
 
 
@@ -96,8 +110,9 @@ def bench_table(figures: Mapping[str, Mapping[str, object]]) -> RenderableType:
     for measure, found in figures.items():
         rest = dict(found)
         if measure in _SWEEPS:
-            points: Any = rest.pop("points", ())
-            sweeps += _sweep(*_SWEEPS[measure], points) if points else []
+            title, columns, key = _SWEEPS[measure]
+            points: Any = rest.pop(key, ())
+            sweeps += _sweep(title, columns, points) if points else []
         for i, (path, value) in enumerate(_flat(rest)):
             table.add_row(measure if i == 0 else "", path, _shown(path, value, rest))
         table.add_section()
