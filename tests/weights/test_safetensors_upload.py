@@ -238,6 +238,26 @@ def test_a_copy_that_fails_ends_everything() -> None:
     assert device.pinned.current_bytes == 0
 
 
+class NoThirdEvent(LateDevice):
+    """The driver refuses what is to stand behind the third copy."""
+
+    num_asked = 0
+
+    def _record_block(self, event: int, stream: int, *rest: int) -> int:
+        self.num_asked += 1
+        return 719 if self.num_asked == 3 else super()._record_block(event, stream, *rest)
+
+
+def test_a_copy_without_its_event_is_waited_for_too() -> None:
+    pytest.importorskip("cuda.bindings", reason="cuda-python, which knows the names of failures, is not installed")
+    device, (segments, _) = NoThirdEvent(), contents([50_000])
+    with Uploader(device, staging_nbytes=2048, block_nbytes=1024, num_readers=1) as uploader:
+        with pytest.raises(DeviceError, match="CUDA_ERROR_LAUNCH_FAILED"):
+            uploader.upload(segments, device.allocate(50_000))
+        assert device.stream.num_run == 3
+        assert device.stream.queue == []
+
+
 @pytest.mark.parametrize("direct", [True, False])
 def test_what_others_send_meanwhile_is_counted_once_and_apart(direct: bool) -> None:
     device, (segments, whole) = host_device(direct), contents([5000, 3000])
