@@ -233,7 +233,7 @@ def _read_on_thread(address: int) -> int:
         pieces = _rows(job[PIECES], job[NUM_PIECES], np.int64(4))
         result = load_windows(job, reader, blocks, pieces, np.int64(-1))
     if result < NONE_LEFT:
-        job[NEXT] = job[NBYTES]  # more than there are windows
+        job[NEXT] = (job[NBYTES] + job[WINDOW_NBYTES] - 1) // job[WINDOW_NBYTES]  # as many as there are windows
     reader[RESULT] = result
     return 0
 

@@ -37,7 +37,7 @@ class Blocks:
         self._memory: Memory | None = None  # once they are locked
         self._blocks: list[NDArray[np.uint8]] = []
         self._pages: NDArray[np.uint8] | None = None  # until then
-        self._events: list[Event] = []
+        self._events: list[Event] = []  # tables have their handles alone
         self._tables: list[NDArray[np.int64]] = []
         self._places: list[tuple[int, int]] = []
 
@@ -90,11 +90,6 @@ class Blocks:
     def place(self, reader: int) -> tuple[int, int]:
         """Return the address of a reader's table, and its number of blocks."""
         return self._places[reader]
-
-    def drain(self) -> None:
-        """Wait for every copy."""
-        for event in self._events:
-            event.synchronize()
 
     def close(self) -> None:
         """Give the memory back; a second call does nothing. No copy may be under way."""

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 __all__ = ["StagedRun"]
 
 _STACK_NBYTES = 1 << 20
-_attributes = (ctypes.c_uint64 * 16)()  # what the system writes there takes half of it
 
 
 class StagedRun:
@@ -111,7 +110,9 @@ class StagedRun:
     def _read_files(self) -> None:
         """Send all windows, and wait for their copies."""
         with self._device.active():
-            loop.load_on_threads(self._readers, *_thread_functions())
+            create, join, attributes = _thread_functions()
+            address = 0 if attributes is None else ctypes.addressof(attributes)
+            loop.load_on_threads(self._readers, create, join, address)
             for reader, result in enumerate(self._readers[:, loop.RESULT].tolist()):
                 self._go_on(reader, result)
 
@@ -133,15 +134,16 @@ class StagedRun:
 
 
 @cache
-def _thread_functions() -> tuple[int, int, int]:
-    """Return the addresses of the functions that make and join threads, and of attributes with a small stack; 0 without them.
+def _thread_functions() -> tuple[int, int, ctypes.Array[ctypes.c_uint64] | None]:
+    """Return the addresses of the functions that make and join threads, and attributes with a small stack; 0 and None without.
 
     The system keeps stacks of threads that have ended for others, but few large ones.
     """
     if os.name != "posix":
-        return 0, 0, 0
+        return 0, 0, None
     library = ctypes.CDLL(None)
     create, join = (ctypes.cast(library[name], ctypes.c_void_p).value or 0 for name in ("pthread_create", "pthread_join"))
-    if library.pthread_attr_init(_attributes) or library.pthread_attr_setstacksize(_attributes, ctypes.c_size_t(_STACK_NBYTES)):
-        return create, join, 0
-    return create, join, ctypes.addressof(_attributes)
+    attributes = (ctypes.c_uint64 * 16)()  # what the system writes there takes half of it
+    if library.pthread_attr_init(attributes) or library.pthread_attr_setstacksize(attributes, ctypes.c_size_t(_STACK_NBYTES)):
+        return create, join, None
+    return create, join, attributes

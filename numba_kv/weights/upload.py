@@ -211,7 +211,7 @@ class Uploader:
             if run is not None:
                 run.stop()
             self._end_threads()
-            self._blocks.drain()
+            stream.synchronize()  # a copy has no event yet if the driver refused that
             raise
         finally:
             work.clear()  # see `_watch`

@@ -159,7 +159,7 @@ def test_a_status_ends_the_loop(file: int, call: str) -> None:
 
 def test_without_windows_readers_end(file: int) -> None:
     def copy(to: int, source: int, nbytes: int, stream: int) -> int:
-        host.job[loop.NEXT] = NBYTES  # whoever stops the run
+        host.job[loop.NEXT] = -(-NBYTES // BLOCK)  # whoever stops the run
         return 0
 
     host = Host(file, copy=copy)
@@ -201,6 +201,15 @@ def test_a_reader_that_the_driver_refuses_ends_all(file: int) -> None:
     assert len(calls) < 15
     host = Host(file, 3, make_current=lambda *words: 4)
     assert host.run_on_threads([[0, NBYTES, file, 0]]) == [loop.NONE_LEFT - 4] * 3
+    assert (host.out == 0xEE).all()
+
+
+def test_a_refused_reader_ends_those_of_the_largest_uploads(file: int) -> None:
+    host = Host(file, 2, make_current=lambda *words: 4, query=lambda *words: 719)
+    host.job[[loop.WINDOW_NBYTES, loop.NBYTES]] = 48 << 20, 200 << 30  # their product has more than 63 bits
+    assert host.run_on_threads([]) == [loop.NONE_LEFT - 4] * 2
+    assert host.run([[0, 200 << 30, file, 0]]) == loop.NONE_LEFT
+    assert (host.staging == 0xEE).all()
     assert (host.out == 0xEE).all()
 
 

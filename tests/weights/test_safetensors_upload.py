@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import threading
 import weakref
@@ -18,7 +19,7 @@ from hypothesis import given, strategies as st
 from numba_kv.device import Device, Memory, create_device
 from numba_kv.device.host_device import HostDevice
 from numba_kv.errors import DeviceError, InputError, StateError, WeightError
-from numba_kv.weights import SafetensorsFile, Uploader
+from numba_kv.weights import SafetensorsFile, Uploader, staged_run
 from numba_kv.weights.assembly import FileRange
 from numba_kv.weights.blocks import Blocks
 from numba_kv.weights.windows import Segment, Windows
@@ -238,6 +239,26 @@ def test_a_copy_that_fails_ends_everything() -> None:
     assert device.pinned.current_bytes == 0
 
 
+class NoThirdEvent(LateDevice):
+    """The driver refuses what is to stand behind the third copy."""
+
+    num_asked = 0
+
+    def _record_block(self, event: int, stream: int, *rest: int) -> int:
+        self.num_asked += 1
+        return 719 if self.num_asked == 3 else super()._record_block(event, stream, *rest)
+
+
+def test_a_copy_without_its_event_is_waited_for_too() -> None:
+    pytest.importorskip("cuda.bindings", reason="cuda-python, which knows the names of failures, is not installed")
+    device, (segments, _) = NoThirdEvent(), contents([50_000])
+    with Uploader(device, staging_nbytes=2048, block_nbytes=1024, num_readers=1) as uploader:
+        with pytest.raises(DeviceError, match="CUDA_ERROR_LAUNCH_FAILED"):
+            uploader.upload(segments, device.allocate(50_000))
+        assert device.stream.num_run == 3
+        assert device.stream.queue == []
+
+
 @pytest.mark.parametrize("direct", [True, False])
 def test_what_others_send_meanwhile_is_counted_once_and_apart(direct: bool) -> None:
     device, (segments, whole) = host_device(direct), contents([5000, 3000])
@@ -356,6 +377,12 @@ def of_files(files: list[SafetensorsFile]) -> tuple[list[Segment], np.ndarray]:
     return segments, whole[: segments[-1].end]
 
 
+def of_a_file(files: list[SafetensorsFile]) -> tuple[Segment, np.ndarray]:
+    """Return all of a file's tensor, and what it is."""
+    fill = FileRange(files[0], files[0].tensors["t"].offset)
+    return Segment(begin=0, nbytes=30_000, fill=fill), files[0].array("t")
+
+
 @pytest.mark.parametrize("make", [create_device, LateDevice])
 @pytest.mark.parametrize("readers", [1, 3])
 @pytest.mark.parametrize("window", [256, 1024, 65_536])
@@ -386,14 +413,54 @@ def test_without_a_function_that_reads_at_an_offset_python_reads(
 def test_windows_of_files_need_no_python(
     files: list[SafetensorsFile], monkeypatch: pytest.MonkeyPatch, system_threads: bool
 ) -> None:
-    device, file = staged_device(), files[0]
+    device, segment, wanted = staged_device(), *of_a_file(files)
     monkeypatch.setattr(SafetensorsFile, "read_into", None)
     if not system_threads:
-        monkeypatch.setattr("numba_kv.weights.staged_run._thread_functions", lambda: (0, 0, 0))
+        monkeypatch.setattr(staged_run, "_thread_functions", lambda: (0, 0, None))
     with Uploader(device, staging_nbytes=8192, block_nbytes=1024) as uploader:
-        fill = FileRange(file, file.tensors["t"].offset)
-        memory = uploader.upload([Segment(begin=0, nbytes=30_000, fill=fill)], device.allocate(30_000))
-    assert np.array_equal(received(device, memory, 30_000), file.array("t"))
+        memory = uploader.upload([segment], device.allocate(segment.nbytes))
+    assert np.array_equal(received(device, memory, segment.nbytes), wanted)
+
+
+class WatchedDevice(LateDevice):
+    """Notes which threads of the system copy, and which of them are Python's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[int] = set()
+        self.known: set[int | None] = set()
+        self._has_two = threading.Event()
+
+    def _copy_block(self, destination: int, source: int, nbytes: int, stream: int) -> int:
+        self.known |= {thread.native_id for thread in threading.enumerate()}
+        self.seen.add(threading.get_native_id())
+        if len(self.seen) > 1:
+            self._has_two.set()
+        self._has_two.wait(10)
+        return super()._copy_block(destination, source, nbytes, stream)
+
+
+@pytest.mark.parametrize("system_threads", [True, False])
+def test_readers_of_files_are_threads_that_python_never_hears_of(
+    files: list[SafetensorsFile], monkeypatch: pytest.MonkeyPatch, system_threads: bool
+) -> None:
+    device, segment, _ = WatchedDevice(), *of_a_file(files)
+    if not system_threads:
+        monkeypatch.setattr(staged_run, "_thread_functions", lambda: (0, 0, None))
+    with Uploader(device, staging_nbytes=8192, block_nbytes=1024, num_readers=3) as uploader:
+        uploader.upload([segment], device.allocate(segment.nbytes))
+    assert len(device.seen) > 1
+    assert bool(device.seen - device.known) == system_threads
+
+
+def test_threads_that_are_made_have_small_stacks_and_share_no_memory() -> None:
+    made = [staged_run._thread_functions.__wrapped__() for _ in range(2)]  # as two threads do that come first together
+    assert len({ctypes.addressof(attributes) for _, _, attributes in made}) == 2
+    for create, join, attributes in made:
+        nbytes = ctypes.c_size_t()
+        assert ctypes.CDLL(None).pthread_attr_getstacksize(attributes, ctypes.byref(nbytes)) == 0
+        assert nbytes.value == 1 << 20
+        assert create != join
 
 
 @pytest.mark.parametrize("readers", [1, 4])
