@@ -5,6 +5,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from numba_kv.adapters.torch_arrays import as_kv_tensor
 from numba_kv.cache import KVIO
 from numba_kv.errors import InteropError, ShapeError
@@ -64,6 +66,8 @@ class LayerKV(ABC):
         storage, sizes = self._caches.storage(layer), self._sizes
         channels = (storage.head_dim,) * 2 if sizes is None else (sizes.keys, sizes.values)
         for name, array, dim in (("key_states", k, channels[0]), ("value_states", v, channels[1])):
+            if not isinstance(array, torch.Tensor):
+                raise InteropError(f"{name}: {type(array).__name__} given, a tensor wanted")
             shape = tuple(array.shape)
             if len(shape) != 4 or shape[1] != storage.num_kv_heads or shape[3] != dim or not all(shape):
                 wanted = f"[B, {storage.num_kv_heads}, n, {dim}]"

@@ -73,11 +73,12 @@ class KVSizes:
 
 
 def read_sizes(stated: Mapping[str, Any]) -> KVSizes | None:
-    """Return the sizes of K and V that the content of a ``config.json`` states, or None if they are equal."""
+    """Return the sizes of K and V that the content of a ``config.json`` states, or None if nothing is unusual about them."""
     latent, rotated = stated.get("kv_lora_rank"), stated.get("qk_rope_head_dim")
     if latent is not None and rotated is not None:
         return KVSizes(latent, rotated, is_latent=True)
     keys, values = stated.get("head_dim"), stated.get("v_head_dim")
-    if keys is None or values is None or keys == values:
+    doubles = stated["model_type"] in _DOUBLED_WITH_A_WINDOW
+    if keys is None or values is None or (keys == values and not doubles):
         return None
-    return KVSizes(keys, values, is_latent=False, doubles_windows=stated["model_type"] in _DOUBLED_WITH_A_WINDOW)
+    return KVSizes(keys, values, is_latent=False, doubles_windows=doubles)

@@ -78,11 +78,22 @@ def dense(device: Device, value: Any, name: str, heads: int, dim: int) -> Tensor
     if (dim > 1 and strides[2] != 1) or min(strides) < 0:
         raise ShapeError(f"{name}: strides {list(strides)} given; a last axis of stride 1 and no negative stride wanted")
     check_aligned(tensor, name)
-    usual = (heads * dim, dim, 1)  # an axis of one has any stride, which says nothing
-    strides = tuple(own if n != 1 else stride for n, own, stride in zip(shape, strides, usual, strict=True))
+    strides = _meant(shape, strides)
     memory = unowned(tensor)._memory
     at = tensor.address - memory.address
     return Tensor(memory, device, tensor.dtype, shape, offset_nbytes=at, strides=strides)
+
+
+def _meant(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
+    """Return strides of [T, H, D] without those of axes of one that say nothing: a kernel may be compiled with them.
+
+    That of one token is kept where more tokens would have it, as in packed Q, K and V.
+    """
+    (tokens, heads, dim), (token, head, last) = shape, strides
+    head = dim if heads == 1 else head
+    if tokens == 1 and (token < heads * dim or token % max(1, dim)):
+        token = heads * dim
+    return token, head, last
 
 
 def check_aligned(tensor: Tensor, name: str) -> None:

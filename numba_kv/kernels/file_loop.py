@@ -246,9 +246,12 @@ def _run_threads(readers: int, count: int, routine: int, create: int, join: int,
     made: int = np.int64(1)
     while made < count:
         at = readers + made * row
-        if _call(create, at + 8 * THREAD, attributes, routine, at) & _STATUS != 0:
+        if _call(create, at + 8 * THREAD, attributes, routine, at) & _STATUS == 0:
+            made += 1
+        elif attributes != 0:  # a stack that is too small for what each thread of this process gets
+            attributes = np.int64(0)
+        else:
             break  # the system has no more threads: those that there are do it
-        made += 1
     _call(routine, readers, 0, 0, 0)
     for reader in range(1, made):
         _call(join, table[reader, THREAD], 0, 0, 0)

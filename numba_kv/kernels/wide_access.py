@@ -25,6 +25,9 @@ __all__ = [
     "store_16_if",
 ]
 
+#: Compute capability from which on accesses say what is to stay in the cache.
+_CACHE_HINTS = (8, 0)
+
 
 @routine
 def _two(memory, i):
@@ -66,7 +69,7 @@ def load_16(memory, at):
     return _eight(memory, i), _eight(memory, i + np.uint64(8))
 
 
-@primitive(gpu=lambda architecture: load_bytes(16, kept=True))
+@primitive(gpu=lambda architecture: load_bytes(16, kept=architecture >= _CACHE_HINTS))
 def load_16_kept(memory, at):
     """Return 16 bytes that are read again when much else has passed."""
     i = np.uint64(at)

@@ -42,6 +42,9 @@ class DirectRun:
         """Bytes that are written."""
         return sum(self._done)
 
+    def close(self) -> None:
+        """Do nothing: it has nothing of its own."""
+
     def stop(self) -> None:
         """Let every reader return after the window that it is at."""
         self._left.clear()

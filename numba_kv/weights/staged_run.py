@@ -69,6 +69,9 @@ class StagedRun:
         read = pread_address()
         if not read:  # then no file gives anything without Python
             self._pieces[:, loop.FILE] = -1
+        # Descriptors of its own: those of a file that is closed meanwhile may become another's.
+        self._files = {file: os.dup(file) for file in np.unique(self._pieces[:, loop.FILE]).tolist() if file >= 0}
+        self._pieces[:, loop.FILE] = [self._files.get(file, -1) for file in self._pieces[:, loop.FILE].tolist()]
         job = dict.fromkeys(range(loop.JOB_WORDS), 0)
         job[loop.WINDOW_NBYTES], job[loop.NBYTES] = windows.window_nbytes, windows.nbytes
         job[loop.DESTINATION], job[loop.READ] = memory.address, read
@@ -85,6 +88,11 @@ class StagedRun:
     def done_nbytes(self) -> int:
         """Bytes whose copies are enqueued."""
         return int(self._readers[:, loop.SENT].sum())
+
+    def close(self) -> None:
+        """Give back what it has of files. No part may run any more; a second call does nothing."""
+        while self._files:
+            os.close(self._files.popitem()[1])
 
     def stop(self) -> None:
         """Let every reader return after the window that it is at."""

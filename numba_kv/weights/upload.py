@@ -207,11 +207,16 @@ class Uploader:
                 )
             work[:] = [threads.submit(part) for part in run.parts]
             _watch(work, tell)
+            run.close()
         except BaseException:  # whatever happened: no reader is left behind, and no copy
             if run is not None:
                 run.stop()
-            self._end_threads()
-            stream.synchronize()  # a copy has no event yet if the driver refused that
+            try:
+                self._end_threads()
+            finally:
+                stream.synchronize()  # a copy has no event yet if the driver refused that
+            if run is not None:
+                run.close()
             raise
         finally:
             work.clear()  # see `_watch`

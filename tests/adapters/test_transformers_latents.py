@@ -70,6 +70,18 @@ def test_a_window_keeps_its_ring(target: str) -> None:
         assert cache.resources.plan.groups[1].ring == 3
 
 
+def test_windows_with_more_heads_whose_k_and_v_are_alike(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if target == "sim":
+        pytest.skip("the simulator takes too long for that")
+    config, causal, extra = UNEQUAL_FAMILIES["mimo_v2_flash"]
+    monkeypatch.setitem(UNEQUAL_FAMILIES, "mimo of one size", (config, causal, {**extra, "v_head_dim": 16}))
+    monkeypatch.setattr("tests.helpers.transformers_models._EAGER_ONLY", ("mimo of one size",))
+    model, inputs = tiny("mimo of one size", target), prompt(2 * WINDOW, target, (0, 2))
+    wanted = generated(model, inputs, 8)
+    with opened(model, target) as cache:
+        check_equal(generated(model, inputs, 8, cache=cache), wanted)
+
+
 @pytest.mark.parametrize("name", UNEQUAL_FAMILIES)
 def test_attention_over_pages_is_refused(name: str, target: str) -> None:
     reason = "K of 16 and V of 12 channels" if name == "mimo_v2_flash" else "caches a latent for each token"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -483,6 +484,33 @@ def test_a_closed_file_is_not_read(files: list[SafetensorsFile]) -> None:
     files[2].close()
     with Uploader(device, block_nbytes=1024) as uploader, pytest.raises(StateError, match="the file is closed"):
         uploader.upload(segments, device.allocate(len(whole)))
+
+
+def test_a_file_that_is_closed_meanwhile_is_read_to_its_end(
+    files: list[SafetensorsFile], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its number may be another file's by then. No descriptor is left behind."""
+    device, (segment, whole) = LateDevice(), of_a_file(files)
+    other = tmp_path / "other"
+    other.write_bytes(bytes(100_000))
+    taken: list[int] = []
+
+    class Closing(staged_run.StagedRun):
+        @property
+        def parts(self) -> list[Callable[[], None]]:
+            number = files[0].descriptor
+            files[0].close()
+            taken.append(os.open(other, os.O_RDONLY))
+            assert taken[0] == number
+            return super().parts
+
+    monkeypatch.setattr(staged_run, "StagedRun", Closing)
+    memory, before = dirty(device, len(whole)), len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
+    with Uploader(device, block_nbytes=1024, num_readers=2) as uploader:
+        uploader.upload([segment], memory)
+    assert np.array_equal(received(device, memory, len(whole)), whole)
+    assert not before or len(os.listdir("/proc/self/fd")) == before
+    os.close(taken[0])
 
 
 # -- where it goes
