@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.transformers_models import WINDOW, generated, prompt, tiny, torch
+from tests.helpers.transformers_models import WINDOW, generated, opened_paged, prompt, tiny, torch
 
 from numba_kv.adapters.transformers import PagedCache  # isort: skip  # behind the helper, which skips where there is no torch
 from numba_kv.adapters.transformers_decoder import GreedyDecoder
@@ -22,11 +22,6 @@ def not_in_sim(target: str) -> None:
         pytest.skip("the simulator takes too long for attention over pages")
 
 
-def opened(model: Any, target: str, **limits: Any) -> PagedCache:
-    sizes = {"max_tokens": 96, "page_tokens": 4, "max_batch": 4, "target": target, **limits}
-    return PagedCache.for_model(model, attention="paged", **sizes)
-
-
 def forwards(model: Any) -> tuple[list[int], Any]:
     """Return a list that grows with each forward of the model, and what ends that."""
     calls: list[int] = []
@@ -40,7 +35,7 @@ def test_the_same_tokens(name: str, target: str) -> None:
         model.set_experts_implementation("batched_mm")
     wanted, _ = generated(model, inputs, STEPS)
     calls, ignore = forwards(model)
-    with opened(model, target) as cache, GreedyDecoder(model, cache) as decoder:
+    with opened_paged(model, target) as cache, GreedyDecoder(model, cache) as decoder:
         assert torch.equal(decoder.generate(**inputs, max_new_tokens=STEPS), wanted)
         assert len(calls) == (3 if target == "cuda" else STEPS), "a prompt, a step, and one that is captured"
         assert cache.get_seq_length() == PADDED[0] + STEPS - 1
@@ -53,7 +48,7 @@ def test_a_graph_serves_other_prompts_and_numbers_of_rows(target: str) -> None:
     """Forwards of other kinds in between change nothing."""
     model = tiny("gemma3", target)
     calls, ignore = forwards(model)
-    with opened(model, target) as cache, GreedyDecoder(model, cache) as decoder:
+    with opened_paged(model, target) as cache, GreedyDecoder(model, cache) as decoder:
         for seed, pads in enumerate([(0, 3), (2, 0), (0,), (0, 9)]):
             inputs = prompt(WINDOW + 5, target, pads, seed)
             wanted, _ = generated(model, inputs, 12)
@@ -74,7 +69,7 @@ def test_a_graph_serves_other_prompts_and_numbers_of_rows(target: str) -> None:
 
 def test_a_chat_goes_on(target: str) -> None:
     model, inputs = tiny("gemma3", target), prompt(5, target)
-    with opened(model, target) as cache, GreedyDecoder(model, cache) as decoder:
+    with opened_paged(model, target) as cache, GreedyDecoder(model, cache) as decoder:
         ids = inputs["input_ids"]
         for more in (1, WINDOW, 3):
             ids = torch.cat([ids, prompt(more, target)["input_ids"]], dim=1)
@@ -91,7 +86,7 @@ def test_compiled_steps_are_one_graph(name: str, target: str) -> None:
     torch._dynamo.reset()
     model, inputs, counter = tiny(name, target), prompt(PADDED[0], target, PADDED[1]), CompileCounter()
     wanted, _ = generated(model, inputs, STEPS)
-    with opened(model, target) as cache:
+    with opened_paged(model, target) as cache:
         with GreedyDecoder(model, cache, compile_with={"backend": counter}) as decoder:
             found = decoder.generate(**inputs, max_new_tokens=STEPS - 4)
             mask = torch.ones_like(found)
@@ -114,7 +109,7 @@ def test_a_compiled_step_that_dies_is_taken_back(target: str) -> None:
 
         return run
 
-    with opened(model, target) as cache:
+    with opened_paged(model, target) as cache:
         with torch.no_grad():
             first = model(**inputs, cache=cache).logits[:, -1:].argmax(-1)
         with pytest.raises(Died):
@@ -127,7 +122,7 @@ def test_a_compiled_step_that_dies_is_taken_back(target: str) -> None:
 
 def test_one_token_needs_no_step(target: str) -> None:
     model, inputs = tiny("llama", target), prompt(5, target)
-    with opened(model, target) as cache, GreedyDecoder(model, cache) as decoder, torch.inference_mode():
+    with opened_paged(model, target) as cache, GreedyDecoder(model, cache) as decoder, torch.inference_mode():
         assert torch.equal(decoder.generate(**inputs, max_new_tokens=1), generated(model, inputs, 1)[0])
         assert cache.stored_tokens == [5]
 
@@ -140,7 +135,7 @@ def test_what_is_refused(target: str) -> None:
         pytest.raises(InputError, match="attention='paged'"),
     ):
         GreedyDecoder(model, gathering)
-    with opened(model, target, max_tokens=12) as cache:
+    with opened_paged(model, target, max_tokens=12) as cache:
         decoder = GreedyDecoder(model, cache)
         with pytest.raises(StateError, match="run the prompt first"):
             decoder.decode(ids[:, :1], 2)
@@ -187,7 +182,7 @@ def test_a_step_that_dies_is_taken_back(steps_before: int, target: str) -> None:
     def die(*_: Any) -> None:
         raise Died
 
-    with opened(model, target) as cache, GreedyDecoder(model, cache) as decoder:
+    with opened_paged(model, target) as cache, GreedyDecoder(model, cache) as decoder:
         found = decoder.generate(**inputs, max_new_tokens=1 + steps_before)
         if steps_before and target == "cuda":
             decoder.close()  # so that the next step runs as a forward again
@@ -203,7 +198,7 @@ def test_a_step_that_dies_is_taken_back(steps_before: int, target: str) -> None:
 
 def test_a_decoder_of_another_model(target: str) -> None:
     model, other, inputs = tiny("llama", target), tiny("llama", target, seed=1), prompt(5, target)
-    with opened(model, target) as cache:
+    with opened_paged(model, target) as cache:
         with pytest.raises(StateError, match="works in forwards of the model that the cache was made for"):
             GreedyDecoder(other, cache).generate(**inputs, max_new_tokens=3)
         decoder = GreedyDecoder(model, cache)
@@ -225,7 +220,7 @@ def test_a_model_that_waits_cannot_be_captured(target: str) -> None:
     def wait(module: Any, arguments: tuple[Any, ...]) -> None:
         arguments[0].sum().item()
 
-    with opened(model, target) as cache:
+    with opened_paged(model, target) as cache:
         decoder = GreedyDecoder(model, cache)
         found = decoder.generate(**inputs, max_new_tokens=2)
         hook = model.model.layers[1].register_forward_pre_hook(wait)
@@ -243,7 +238,7 @@ def test_a_model_that_waits_cannot_be_captured(target: str) -> None:
 def test_a_stream_of_ones_own(target: str) -> None:
     model, inputs = tiny("gemma3", target), prompt(6, target)
     wanted, _ = generated(model, inputs, STEPS)
-    with opened(model, target) as cache, GreedyDecoder(model, cache) as decoder:
+    with opened_paged(model, target) as cache, GreedyDecoder(model, cache) as decoder:
         for _ in range(2):
             side = torch.cuda.Stream()
             side.wait_stream(torch.cuda.current_stream())

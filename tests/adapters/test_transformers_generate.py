@@ -13,13 +13,12 @@ from tests.helpers.transformers_models import (
     WINDOW,
     check_equal,
     generated,
+    opened,
     prompt,
     tiny,
     torch,
     transformers,
 )
-
-from numba_kv.adapters.transformers import PagedCache  # isort: skip  # behind the helper, which skips where there is no torch
 
 SHORT, LONG, PADDED = (WINDOW - 3, (0,)), (3 * WINDOW + 5, (0,)), (2 * WINDOW + 3, (0, WINDOW + 4, 5))
 
@@ -28,10 +27,6 @@ SHORT, LONG, PADDED = (WINDOW - 3, (0,)), (3 * WINDOW + 5, (0,)), (2 * WINDOW + 
 def steps(target: str) -> int:
     """Tokens to generate: well beyond the window, where there is time for that."""
     return 5 if target == "sim" else 2 * WINDOW + 5
-
-
-def opened(model: Any, target: str, **limits: Any) -> PagedCache:
-    return PagedCache.for_model(model, **{"max_tokens": 96, "page_tokens": 4, "max_batch": 4, "target": target, **limits})
 
 
 def check_family(name: str, target: str, steps: int, shape: tuple[int, tuple[int, ...]], **options: Any) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from tests.helpers.transformers_models import (
@@ -11,20 +9,16 @@ from tests.helpers.transformers_models import (
     WINDOW,
     check_equal,
     generated,
+    opened,
     prompt,
     tiny,
     torch,
     transformers,
 )
 
-from numba_kv.adapters.transformers import PagedCache  # isort: skip  # behind the helper, which skips where there is no torch
-from numba_kv.adapters.transformers_packed import PackedCache
+from numba_kv.adapters.transformers_packed import PackedCache  # isort: skip  # behind the helper: it skips where there is no torch
 from numba_kv.adapters.transformers_sizes import KVSizes
 from numba_kv.errors import ShapeError, UnsupportedModelError
-
-
-def opened(model: Any, target: str, **limits: Any) -> PagedCache:
-    return PagedCache.for_model(model, **{"max_tokens": 96, "page_tokens": 4, "max_batch": 4, "target": target, **limits})
 
 
 @pytest.mark.parametrize("keys", [1, 4, 5, 12])

@@ -6,20 +6,19 @@ from typing import Any
 
 import pytest
 
+from numba_kv.cache import KVIO
 from tests.helpers.transformers_models import (
     FAMILIES,
     FAMILIES_IN_SIM,
     WINDOW,
     check_near,
     generated,
+    opened_paged,
     prompt,
     tiny,
     torch,
     transformers,
 )
-
-from numba_kv.adapters.transformers import PagedCache  # isort: skip  # behind the helper, which skips where there is no torch
-from numba_kv.cache import KVIO
 
 SHORT, LONG, PADDED = (WINDOW - 3, (0,)), (3 * WINDOW + 5, (0,)), (2 * WINDOW + 3, (0, WINDOW + 4, 5))
 
@@ -37,11 +36,6 @@ def nothing_is_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("K and V were gathered")
 
     monkeypatch.setattr(KVIO, "gather", refuse)
-
-
-def opened(model: Any, target: str, **limits: Any) -> PagedCache:
-    sizes = {"max_tokens": 96, "page_tokens": 4, "max_batch": 4, "target": target, **limits}
-    return PagedCache.for_model(model, attention="paged", **sizes)
 
 
 def few_in_sim(target: str, is_wanted: bool) -> None:
@@ -69,7 +63,7 @@ def test_a_prompt_that_is_shorter_than_the_window(name: str, target: str, steps:
 def check_family(name: str, target: str, steps: int, shape: tuple[int, tuple[int, ...]]) -> None:
     model, inputs = tiny(name, target), prompt(shape[0], target, shape[1])
     wanted = generated(model, inputs, steps)
-    with opened(model, target) as cache:
+    with opened_paged(model, target) as cache:
         check_near(generated(model, inputs, steps, cache=cache), wanted)
         cache.batch.audit()
         assert cache.get_seq_length() == shape[0] + steps - 1
@@ -87,7 +81,7 @@ def test_bfloat16(name: str, target: str) -> None:
         positions = (inputs["attention_mask"].cumsum(-1) - 1).clamp(0)
         wanted = exact(**inputs, position_ids=positions).logits[:, -1]
         theirs = model(**inputs, position_ids=positions).logits[:, -1].float()
-        with opened(model, target) as cache:
+        with opened_paged(model, target) as cache:
             ours = model(**inputs, position_ids=positions, cache=cache).logits[:, -1].float()
     tiny.cache_clear()
     assert (ours - wanted).norm() <= 1.5 * (theirs - wanted).norm()
@@ -98,7 +92,7 @@ def test_any_page_size_and_reach(page_tokens: int, reach: int, target: str, step
     few_in_sim(target, False)
     model, inputs = tiny("gemma3", target), prompt(LONG[0], target)
     wanted = generated(model, inputs, steps)
-    with opened(model, target, page_tokens=page_tokens, max_rewind_tokens=reach) as cache:
+    with opened_paged(model, target, page_tokens=page_tokens, max_rewind_tokens=reach) as cache:
         check_near(generated(model, inputs, steps, cache=cache), wanted)
         cache.batch.audit()
 
@@ -110,7 +104,7 @@ def test_a_padded_prompt_in_chunks(name: str, chunk: int, reach: int, target: st
     few_in_sim(target, False)
     model, inputs = tiny(name, target), prompt(PADDED[0], target, PADDED[1])
     wanted = generated(model, inputs, steps, prefill_chunk_size=chunk)
-    with opened(model, target, max_rewind_tokens=reach) as cache:
+    with opened_paged(model, target, max_rewind_tokens=reach) as cache:
         check_near(generated(model, inputs, steps, cache=cache, prefill_chunk_size=chunk), wanted)
         cache.batch.audit()
         assert cache.stored_tokens == [PADDED[0] + steps - 1 - pads for pads in PADDED[1]]
@@ -133,7 +127,7 @@ def test_a_chat_goes_on(name: str, target: str, steps: int) -> None:
         return answers
 
     wanted = chat(transformers.DynamicCache(config=model.config))
-    with opened(model, target) as cache:
+    with opened_paged(model, target) as cache:
         for found, answer in zip(chat(cache), wanted, strict=True):
             check_near(found, answer)
         cache.batch.audit()
@@ -147,7 +141,7 @@ def test_drafts_that_are_taken_back(name: str, target: str, steps: int) -> None:
     assistant.generation_config.num_assistant_tokens_schedule = "constant"
     assistant.generation_config.assistant_confidence_threshold = 0.0
     wanted = generated(model, inputs, steps)
-    with opened(model, target, max_rewind_tokens=6) as cache:
+    with opened_paged(model, target, max_rewind_tokens=6) as cache:
         check_near(generated(model, inputs, steps, cache=cache, assistant_model=assistant), wanted)
         cache.batch.audit()
 
@@ -158,7 +152,7 @@ def test_beams(name: str, target: str, steps: int) -> None:
     model, inputs = tiny(name, target), prompt(WINDOW + 3, target, (0, 4))
     options = {"num_beams": 2, "do_sample": False, "max_new_tokens": steps}
     wanted = model.generate(**inputs, **options)
-    with opened(model, target) as cache:
+    with opened_paged(model, target) as cache:
         assert torch.equal(model.generate(**inputs, **options, cache=cache), wanted)
         cache.batch.audit()
 
@@ -168,7 +162,7 @@ def test_a_window_that_covers_the_capacity(target: str) -> None:
     for name in ("mistral", "llama4"):
         model, inputs = tiny(name, target), prompt(WINDOW - 3, target)
         wanted = generated(model, inputs, 4, prefill_chunk_size=2)
-        with opened(model, target, max_tokens=WINDOW) as cache:
+        with opened_paged(model, target, max_tokens=WINDOW) as cache:
             assert len(cache.resources.plan.groups) == 1
             found = generated(model, inputs, 4, cache=cache, prefill_chunk_size=2)
             assert torch.equal(found[0], wanted[0])
@@ -180,7 +174,7 @@ def test_a_window_of_one_token(target: str) -> None:
     config = transformers.MistralConfig(**{**tiny("mistral").config.to_dict(), "sliding_window": 1})
     ids = prompt(9, target)["input_ids"]
     model = transformers.MistralForCausalLM(config).eval().to(ids.device)
-    with opened(model, target) as cache, torch.no_grad():
+    with opened_paged(model, target) as cache, torch.no_grad():
         found = [model(ids[:, begin:end], cache=cache).logits for begin, end in ((0, 4), (4, 7), (7, 8), (8, 9))]
         assert torch.allclose(torch.cat(found, dim=1), model(ids, use_cache=False).logits, atol=1e-3)
 
@@ -191,7 +185,7 @@ def test_a_forward_of_ones_own(target: str) -> None:
     model = tiny("gemma3", target)
     ids = prompt(2 * WINDOW + 4, target)["input_ids"]
     whole = model(ids, use_cache=False).logits
-    with opened(model, target) as cache:
+    with opened_paged(model, target) as cache:
         logits = [model(ids[:, :11], cache=cache).logits]
         with torch.inference_mode():
             logits += [model(ids[:, i : i + 1], cache=cache).logits for i in range(11, ids.shape[1])]

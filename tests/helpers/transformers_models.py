@@ -12,6 +12,8 @@ transformers: Any = pytest.importorskip(
     "transformers", minversion="5.24", reason="transformers 5.24 is not installed (pip install 'numba-kv[interop]')"
 )
 
+from numba_kv.adapters.transformers import PagedCache  # noqa: E402 - behind what skips where there is no torch
+
 torch.set_num_threads(1)  # what is so small takes many times as long in several, above all on a busy machine
 VOCABULARY = 128
 WINDOW = 8
@@ -146,6 +148,16 @@ def generated(model: Any, inputs: dict[str, Any], tokens: int, **options: Any) -
     options = {"do_sample": False, "output_logits": True, "return_dict_in_generate": True, **options}
     out = model.generate(**inputs, max_new_tokens=tokens, **options)
     return out.sequences, torch.stack(out.logits)
+
+
+def opened(model: Any, target: str, **limits: Any) -> PagedCache:
+    """Return a cache for a model: a small one, where `limits` says nothing else."""
+    return PagedCache.for_model(model, **{"max_tokens": 96, "page_tokens": 4, "max_batch": 4, "target": target, **limits})
+
+
+def opened_paged(model: Any, target: str, **limits: Any) -> PagedCache:
+    """Return a cache as `opened`; attention reads its pages."""
+    return opened(model, target, attention="paged", **limits)
 
 
 def check_equal(found: tuple[Any, Any], wanted: tuple[Any, Any]) -> None:
