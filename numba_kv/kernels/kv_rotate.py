@@ -138,7 +138,7 @@ def put_unit(a, b, places, head, angles, norm, targets, offsets, kinds):
                 factor_at += np.uint64(heads)
             factor = factors[factor_at]
             x, y = rescaled(x, factor), rescaled(y, factor)
-        put_both(target, to, places, raw_of(x, pool_kind), raw_of(y, pool_kind), pool_kind, wide, is_wanted)
+        put_both(pool, to, places, raw_of(x, pool_kind), raw_of(y, pool_kind), pool_kind, wide, is_wanted)
     if has_k_out and not is_q and not is_v:
         put_both(k_out, k_at + product(own, k_out_head), places, a, b, kind, wide, is_there and in_table)
     if not in_table:  # rare, and out of the way of what is waited for
