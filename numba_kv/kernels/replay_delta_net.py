@@ -225,7 +225,7 @@ def replay_column(state, kind, at, column, stashes, places, paths, row, count, s
 
 @kernel(
     block_form=True,
-    open_scalars=("kind", "value_kind", "layers", "heads", "key_heads", "dim", "size", "part_columns"),
+    open_scalars=("kind", "value_kind"),
     state=array("uint8"),
     keys=array("uint8"),
     decays=array("float32"),

@@ -152,7 +152,7 @@ def replay_numbers(memory, kind, at, stashes, places, paths, row, count, sizes, 
 
 @kernel(
     block_form=True,
-    open_scalars=("kind", "layers", "heads", "dim", "groups", "size", "part_rows"),
+    open_scalars=("kind",),
     state=array("uint8"),
     da=array("float32"),
     u=array("uint8"),

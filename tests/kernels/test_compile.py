@@ -92,7 +92,6 @@ WIDE = {
 OF_MODEL = {WIDE[name][0].name for name in WIDE if "rotation" in name or "model" in name}
 FORMS = (
     rotation(BFLOAT16, BFLOAT16),
-    rotation(BFLOAT16, FLOAT8, BFLOAT16),
     rotation(FLOAT16, FLOAT8, FLOAT16, interleaved=1, wide=0, single=0),
     move_kv.fixed(write=1, kind=FLOAT32, pool_kind=FLOAT16, has_heads=1, has_span=1),
 )
