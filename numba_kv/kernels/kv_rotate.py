@@ -152,18 +152,7 @@ def put_unit(a, b, places, head, angles, norm, targets, offsets, kinds):
 
 @kernel(
     block_form=True,
-    open_scalars=(
-        "team_shift",
-        "has_table",
-        "has_k_out",
-        "kind",
-        "pool_kind",
-        "weight_kind",
-        "interleaved",
-        "wide",
-        "single",
-        "exact",
-    ),
+    open_scalars=("kind", "pool_kind", "weight_kind", "interleaved", "wide", "single"),
     q=memory("uint8"),
     k=memory("uint8"),
     v=memory("uint8"),

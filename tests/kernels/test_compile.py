@@ -14,7 +14,7 @@ from numba_kv.kernels.spec import array, scalar
 ARCHITECTURES = ((8, 0), (9, 0), (10, 0), (12, 0))
 MAX_REGISTERS = 128  # so that two blocks of 256 threads share a multiprocessor
 #: Channel by channel, where nothing is aligned: one block of 256 threads is enough.
-MORE_REGISTERS = {"rotate_kv_3_1_0_13_20_13_1_0_0_0": 255}
+MORE_REGISTERS = {"rotate_kv_13_20_13_1_0_0": 255}
 
 pytest.importorskip("numba_cuda", reason="numba-cuda is not installed: nothing can be compiled for a GPU")
 pytest.importorskip("cuda.core", reason="cuda-python is not installed: nothing can be assembled for a GPU")
@@ -147,7 +147,7 @@ def test_nothing_is_spilled(name: str, architecture: tuple[int, int]) -> None:
     assert cubin[:4] == b"\x7fELF"
     used = [int(n) for n in re.findall(r"Used (\d+) registers", log)]
     assert len(used) == 1
-    assert used[0] <= MORE_REGISTERS.get(name, MAX_REGISTERS)
+    assert used[0] <= next((n for start, n in MORE_REGISTERS.items() if name.startswith(start)), MAX_REGISTERS)
     assert re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", log) == [("0", "0", "0")]
 
 
