@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from numba_kv.device import Device, Stream, Tensor
     from numba_kv.kernels.jit import Kernel, Launch
 
-__all__ = ["RowLaunch", "Shape", "known_scalars", "threads_for"]
+__all__ = ["RowLaunch", "Shape", "known_on_gpu", "known_scalars", "threads_for"]
 
 _WARP = 32
 _MAX_THREADS = 256
@@ -25,6 +25,16 @@ def threads_for(units: int) -> int:
     return min(_MAX_THREADS, max(_WARP, ceil_div(units, _WARP) * _WARP))
 
 
+def known_on_gpu(device: Device, values: dict[str, Tensor | int], names: Iterable[str]) -> dict[str, int]:
+    """Take from `values`, and return, the scalars of these names that a kernel for `device` is compiled with: all on a GPU.
+
+    Elsewhere none, as fewer kernels are compiled then.
+    """
+    if not isinstance(device, CudaDevice):
+        return {}
+    return {name: value for name in names if isinstance(value := values.pop(name), int)}
+
+
 def known_scalars(
     device: Device, values: dict[str, Tensor | int], tensors: dict[str, Tensor | None], open_names: tuple[str, ...]
 ) -> dict[str, int]:
@@ -33,14 +43,9 @@ def known_scalars(
     A model has few shapes and strides, and they are most of what a small call would wait for. Open are `open_names`, and the
     strides of ``tensors`` [T, H, D] whose heads do not lie together: they differ with the number of tokens.
     """
-    if not isinstance(device, CudaDevice):
-        return {}
     apart = {name for name, t in tensors.items() if t is not None and t.shape[1] > 1 and t.strides[1] != t.shape[2]}
     left = {*open_names, *(f"{name}_{axis}" for name in apart for axis in ("token", "head"))}
-    known = {name: value for name, value in values.items() if isinstance(value, int) and name not in left}
-    for name in known:
-        del values[name]
-    return known
+    return known_on_gpu(device, values, [n for n, value in values.items() if isinstance(value, int) and n not in left])
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from numba_kv.cache.kv_launch import RowLaunch, Shape, known_scalars
+from numba_kv.cache.kv_launch import RowLaunch, Shape, known_on_gpu, known_scalars
 from numba_kv.cache.kv_operands import NARROW, check_aligned, dense, flat, is_wide, unowned
 from numba_kv.cache.kv_overlap import are_apart, check_written, meet, same_place
 from numba_kv.device import Tensor
-from numba_kv.device.cuda_device import CudaDevice
 from numba_kv.device.interop import as_tensor
 from numba_kv.dtypes import dtype
 from numba_kv.errors import InputError, ShapeError
@@ -306,17 +305,15 @@ def bind_rotation(pool: Tensor, call: Rotation, factors: Tensor | None, norm_bit
         for axis, part in enumerate(("token", "head")):
             values[f"{name}_{part}"] = 0 if tensor is None else tensor.strides[axis] * tensor.dtype.itemsize
     _check_narrow(values)
-    known = known_scalars(device, values, arrays, ("table_rows", "num_slots", "pool_half")) if wide else {}
     form = {
         "team_shift": team.bit_length() - 1,
         "has_table": int(call.table is not None),
         "has_k_out": int(call.k_out is not None),
         "exact": int(single and lanes_of(device, threads) == work),
     }
-    if isinstance(device, CudaDevice):
-        known |= form
-    else:  # where fewer kernels are compiled
-        values |= form
+    values |= form
+    left = ("table_rows", "num_slots", "pool_half")
+    known = known_scalars(device, values, arrays, left) if wide else known_on_gpu(device, values, form)
     kernel = rotate_kv.fixed(
         kind=KINDS[given.dtype.name],
         pool_kind=KINDS[pool.dtype.name if heads else given.dtype.name],

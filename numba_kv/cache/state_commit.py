@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from numba_kv.cache.kv_launch import known_on_gpu
 from numba_kv.cache.kv_operands import check_aligned, unowned
 from numba_kv.cache.state_copies import PART_NBYTES
 from numba_kv.cache.state_slab import HALF, WORD
 from numba_kv.config.recurrent import Mamba2Layer
 from numba_kv.device import Tensor
-from numba_kv.device.cuda_device import CudaDevice
 from numba_kv.device.interop import as_tensor
 from numba_kv.dtypes import dtype
 from numba_kv.errors import InputError, ShapeError, StateError
@@ -276,13 +276,6 @@ class StateCommits:
         kernel = shift_conv_states_16 if itemsize == HALF else shift_conv_states_32
         return kernel.bind(self._device, values), layers * parts
 
-    def _known(self, sizes: dict[str, int], values: dict[str, Tensor | int]) -> dict[str, int]:
-        """Return what a replay is compiled with: on a GPU a model's sizes, elsewhere nothing; `values` gets what is not."""
-        if isinstance(self._device, CudaDevice):
-            return sizes
-        values |= sizes
-        return {}
-
     def _replay_mamba(self, layer: Mamba2Layer) -> tuple[Launch, int]:
         heads, dim, size = layer.state_shape
         stashes = {name: self._slabs[f"replay_{name}_state"] for name in ("da", "u", "b", "dt")}
@@ -302,7 +295,8 @@ class StateCommits:
             "b_layer": stashes["b"].plan.layer_nbytes // 4,
         }
         sizes = {"layers": layers, "heads": heads, "dim": dim, "groups": layer.num_groups, "size": size, "part_rows": part_rows}
-        replay = replay_mamba.fixed(kind=kind, **self._known(sizes, values))
+        values |= sizes
+        replay = replay_mamba.fixed(kind=kind, **known_on_gpu(self._device, values, sizes))
         threads = _threads_of(ceil_div(ceil_div(part_rows, TILE_ROWS) * wide, _THREAD_TILES))
         return replay.bind(self._device, values, threads=threads), layers * heads * (dim // part_rows)
 
@@ -333,7 +327,9 @@ class StateCommits:
             "size": size,
             "part_columns": part_columns,
         }
-        replay = replay_delta_net.fixed(kind=kind, value_kind=KINDS[given.dtype], **self._known(sizes, values))
+        values |= sizes
+        known = known_on_gpu(self._device, values, sizes)
+        replay = replay_delta_net.fixed(kind=kind, value_kind=KINDS[given.dtype], **known)
         threads = _threads_of(runs * ceil_div(part_columns, TILE_COLUMNS))
         return replay.bind(self._device, values, threads=threads), layers * heads * (size // part_columns)
 
