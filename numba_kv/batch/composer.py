@@ -125,6 +125,18 @@ class Composer:
         self._last[:] = self._last[sources]
         self._layout[:] = -1  # the device's counts have the old order: the next step sends its layout
 
+    def align_states(self) -> int:
+        """Move recurrent states so that row i's are in slot i; return how many moved."""
+        states = self.launches.states
+        cycles = [] if states is None else states.strays()
+        if cycles:
+            self.begin()
+            self._start_change()
+            before = self.device.bytes_sent
+            self.launches.align_states(cycles)
+            self._count(before)
+        return sum(map(len, cycles))
+
     def move_pages(self, leases: LeasePlan) -> None:
         """Move pages between rows and the pool, at most as many to rows as one block holds."""
         block = EditBlock()

@@ -234,15 +234,24 @@ class StepLaunches:
 
     def permute(self, cycles: list[list[int]]) -> None:
         """Move rows along cycles: one copy, one kernel."""
-        words = self._staging.acquire()
-        starts = len(cycles) + 1 + np.cumsum([0, *map(len, cycles)])
-        rows = [row for cycle in cycles for row in cycle]
-        words[: len(starts)] = starts
-        words[len(starts) : len(starts) + len(rows)] = rows
-        self._send(len(starts) + len(rows))
+        self._send_cycles(cycles)
         self._permute(len(cycles), self._device.stream)
         if self.states is not None:
             self.states.permute(cycles)
+
+    def align_states(self, cycles: list[list[int]]) -> None:
+        """Move states along `StateRows.strays`: one copy, one kernel."""
+        self._send_cycles(cycles)
+        if self.states is not None:
+            self.states.align(cycles)
+
+    def _send_cycles(self, cycles: list[list[int]]) -> None:
+        words = self._staging.acquire()
+        starts = len(cycles) + 1 + np.cumsum([0, *map(len, cycles)])
+        members = [member for cycle in cycles for member in cycle]
+        words[: len(starts)] = starts
+        words[len(starts) : len(starts) + len(members)] = members
+        self._send(len(starts) + len(members))
 
     def place(self, records: NDArray[np.int32]) -> None:
         """Send records of `place_rows`: one copy, one kernel. Bound on first use."""

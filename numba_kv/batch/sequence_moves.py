@@ -135,6 +135,23 @@ class SequenceMoves(HostlessSteps):
                 self.reuse.contexts.inherit(heirs)
             self._adapters.follow(self._sequences)
 
+    def align_states(self) -> int:
+        """Move recurrent states so that those of row i are in slot i, for kernels that take no index of slots.
+
+        States stay in their slots while rows move (`compact`, `reorder`), and kernels find them by `StepView.state_index`.
+        Behind this call the first rows of ``MambaCacheManager.state(name, layer)`` are the states of the first rows, until
+        rows move again; rows that only come and go keep it so.
+
+        Returns
+        -------
+        int
+            States that moved.
+
+        Stream: enqueues one copy and one kernel if any moves. Cost: reads and writes the states that move once.
+        """
+        with self.guard:
+            return self.stepper.align_states()
+
     def swap_out(self, sequence: Sequence) -> SwappedSequence:
         """Move a sequence to page-locked host memory: its row and its pages are free, its K and V wait.
 

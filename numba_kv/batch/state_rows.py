@@ -1,6 +1,6 @@
 """StateRows: which resident slot holds the recurrent states of each row.
 
-Rows move, states do not. Every row has a slot of its own, in use or not, so that none is lost; the host's copy is the truth and
+Rows move, states do not, unless they are told to (`StateRows.align`). Every row has a slot of its own, in use or not, so that none is lost; the host's copy is the truth and
 the device's follows.
 """
 
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from numba_kv.batch.permutation import cycles_of
 from numba_kv.errors import InvariantError, RewindTooFar
 from numba_kv.kernels.state_copy import permute_state_rows
 
@@ -58,7 +59,9 @@ class StateRows:
         self._buffers = buffers
         self._device = buffers.device
         self.slots = np.arange(buffers.plan.config.max_batch_size)
-        self._start = states.bind_fresh(buffers.edits, buffers.state_slots, buffers.state_index)
+        self._places = buffers.edits, buffers.state_slots, buffers.state_index
+        self._start = states.bind_fresh(*self._places)
+        self._align: Callable[[int], None] | None = None
         self._permute = permute_state_rows.bind(
             self._device,
             {"edits": buffers.edits, "state_slots": buffers.state_slots, "state_index": buffers.state_index},
@@ -76,6 +79,23 @@ class StateRows:
         self._permute(len(cycles), self._device.stream)
         for cycle in cycles:
             self.slots[cycle] = self.slots[[*cycle[1:], cycle[0]]]
+
+    def strays(self) -> list[list[int]]:
+        """Return the cycles s0 <- s1 <- ... <- s0 of slots whose states `align` moves, and make what that needs.
+
+        Stream: host only.
+        """
+        cycles = cycles_of(self.slots)
+        if cycles and self._align is None:
+            self._align = self._states.bind_permute(*self._places)
+        return cycles
+
+    def align(self, cycles: list[list[int]]) -> None:
+        """Move the states of row i to slot i, along those `strays` that the device has. Stream: enqueues one kernel."""
+        if self._align is None:
+            raise InvariantError("align: strays() was not called before")
+        self._align(len(cycles))
+        self.slots = np.arange(len(self.slots))
 
     def prepare(self) -> None:
         """Make what `fork` needs, so that it cannot run out of memory halfway. Stream: host only."""

@@ -321,6 +321,13 @@ class MambaCacheManager(StateVerification):
         """
         return self._with_states().bind_fresh(edits, state_slots, state_index)
 
+    def bind_permute(self, edits: Tensor, state_slots: Tensor, state_index: Tensor) -> Callable[[int], None]:
+        """Return what moves states along cycles of slots in `edits`, and gives the rows of these slots their numbers.
+
+        Each slot gets the states of the next one of its cycle. Parameters, result and errors as of `bind_fresh`.
+        """
+        return self._with_states().bind_permute(edits, state_slots, state_index)
+
     def close(self) -> None:
         """Forget the states; their owner gives the memory back."""
         self.guard.close()

@@ -22,11 +22,13 @@ from numba_kv.kernels.state_copy import (
     clear_states_words,
     copy_states_halves,
     copy_states_words,
+    permute_states_halves,
+    permute_states_words,
 )
 
 if TYPE_CHECKING:
     from numba_kv.device import Device
-    from numba_kv.kernels.jit import Launch
+    from numba_kv.kernels.jit import Kernel, Launch
 
 __all__ = ["PART_NBYTES", "SlotState", "StateCopies"]
 
@@ -100,14 +102,25 @@ class StateCopies:
     def bind_fresh(self, edits: Tensor, state_slots: Tensor, state_index: Tensor) -> Callable[[int], None]:
         """Return what clears the slots of rows that start; see `MambaCacheManager.bind_fresh`."""
         kernel = clear_fresh_states_words if self._unit == WORD else clear_fresh_states_halves
+        return self._bind_rows(kernel, edits, state_slots, state_index)
+
+    def bind_permute(self, edits: Tensor, state_slots: Tensor, state_index: Tensor) -> Callable[[int], None]:
+        """Return what moves states along cycles of slots; see `MambaCacheManager.bind_permute`."""
+        kernel = permute_states_words if self._unit == WORD else permute_states_halves
+        return self._bind_rows(kernel, edits, state_slots, state_index)
+
+    def _bind_rows(
+        self, kernel: Kernel, edits: Tensor, state_slots: Tensor, state_index: Tensor
+    ) -> Callable[[int], None]:
+        """Return what launches a kernel whose items are parts of slots, by entry of `edits` and layer."""
         rows: dict[str, Tensor | int] = {"edits": edits, "state_slots": state_slots, "state_index": state_index}
         launch = kernel.bind(self._device, {**self._clear_values, **rows})
         each, device = self._layers * self._parts, self._device
 
-        def clear(records: int) -> None:
-            launch(records * each, device.stream)
+        def run(entries: int) -> None:
+            launch(entries * each, device.stream)
 
-        return clear
+        return run
 
     def prepare(self) -> tuple[Staging, Tensor]:
         """Return the list of pairs, made and bound on the first call: what can fail for want of memory."""

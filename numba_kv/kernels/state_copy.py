@@ -1,4 +1,6 @@
-"""States to zero, and states to states: `clear_states_*`, `clear_fresh_states_*`, `copy_states_*`; rows that find them.
+"""States to zero, and states to states: `clear_states_*`, `clear_fresh_states_*`, `copy_states_*`, `permute_states_*`.
+
+`permute_state_rows` moves rows instead, which find their states.
 
 A state is opaque here. Each kernel exists for 8-byte words and, for states that are not of whole words, for 2-byte halves. ::
 
@@ -24,6 +26,8 @@ __all__ = [
     "copy_states_halves",
     "copy_states_words",
     "permute_state_rows",
+    "permute_states_halves",
+    "permute_states_words",
 ]
 
 
@@ -252,3 +256,81 @@ def copy_states_words(
 
 #: Copy states that are not of whole words: `copy_states_words` in 2-byte units.
 copy_states_halves = copy_states_words.over("copy_states_halves", target="uint16", source="uint16")
+
+
+@routine
+def permute_part_of_slots(slab, edits, head, tail, base, size, first, stop, lane, lanes):
+    """Move one part of some slots of a layer along a cycle: each gets that of the next, the last one that of the first."""
+    step = np.uint64(lanes)
+    j = np.uint64(first) + np.uint64(lane)
+    while j < np.uint64(stop):
+        kept = slab[np.uint64(base + edits[head] * size) + j]
+        for i in range(head, tail):
+            slab[np.uint64(base + edits[i] * size) + j] = slab[np.uint64(base + edits[i + 1] * size) + j]
+        slab[np.uint64(base + edits[tail] * size) + j] = kept
+        j += step
+
+
+@kernel(
+    block_form=True,
+    recurrent=array("uint64"),
+    conv=array("uint64"),
+    edits=array("int32"),
+    state_slots=array("int32"),
+    state_index=array("int32"),
+    layers=scalar(),
+    part_size=scalar(),
+    recurrent_size=scalar(),
+    recurrent_layer=scalar(),
+    recurrent_parts=scalar(),
+    conv_size=scalar(),
+    conv_layer=scalar(),
+    parts=scalar(),
+)
+def permute_states_words(
+    item,
+    lane,
+    lanes,
+    recurrent,
+    conv,
+    edits,
+    state_slots,
+    state_index,
+    layers,
+    part_size,
+    recurrent_size,
+    recurrent_layer,
+    recurrent_parts,
+    conv_size,
+    conv_layer,
+    parts,
+):
+    """Move states along cycles of slots s0 <- s1 <- ... <- s0 of `edits`, in all layers; sizes in words.
+
+    Afterwards the row of each of these slots has its own number. Item: a part, by cycle and layer.
+    """
+    each = layers * parts
+    cycle = np.int64(item) // each
+    part = np.int64(item) - cycle * each
+    head = np.int64(edits[cycle])
+    tail = np.int64(edits[cycle + 1]) - 1
+    if part == 0 and lane == 0:
+        for i in range(head, tail + 1):
+            row = edits[i]
+            state_slots[row] = row
+            if state_index[row] >= 0:
+                state_index[row] = row
+    layer = part // parts
+    place = part - layer * parts
+    if place < recurrent_parts:
+        first = place * part_size
+        stop = min(first + part_size, recurrent_size)
+        permute_part_of_slots(recurrent, edits, head, tail, layer * recurrent_layer, recurrent_size, first, stop, lane, lanes)
+    else:
+        first = (place - recurrent_parts) * part_size
+        stop = min(first + part_size, conv_size)
+        permute_part_of_slots(conv, edits, head, tail, layer * conv_layer, conv_size, first, stop, lane, lanes)
+
+
+#: Move states that are not of whole words: `permute_states_words` in 2-byte units.
+permute_states_halves = permute_states_words.over("permute_states_halves", recurrent="uint16", conv="uint16")
