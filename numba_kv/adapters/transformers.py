@@ -23,6 +23,7 @@ from numba_kv.adapters.transformers_model import read_model
 from numba_kv.adapters.transformers_op import number_of
 from numba_kv.adapters.transformers_paged import PagedKV
 from numba_kv.adapters.transformers_rows import ModelRows
+from numba_kv.adapters.transformers_states import ModelStates
 from numba_kv.batch.arguments import integer
 from numba_kv.errors import InputError, RewindTooFar, StateError
 from numba_kv.geometry import check_count
@@ -55,8 +56,9 @@ class PagedCache(ModelCache):
 
     def __init__(self, model: Any, layers: ModelLayers, resources: SharedResources, choice: AttentionChoice | None) -> None:
         super().__init__(resources, DenseKV(resources, layers) if choice is None else PagedKV(resources, layers.donors), choice)
-        self._forward = ForwardSteps(ModelRows(self.batch), self._kv, layers)
-        self._join(model, layers, self._forward)
+        states = ModelStates(resources, layers.states) if layers.states else None
+        self._forward = ForwardSteps(ModelRows(self.batch), self._kv, layers, states)
+        self._join(model, layers, self._forward, states)
 
     @classmethod
     def for_model(
@@ -137,7 +139,7 @@ class PagedCache(ModelCache):
     @contextmanager
     def _traced(self) -> Iterator[dict[str, int]]:
         """Let the forward inside be one that torch compiles; give the arguments that it needs besides."""
-        self._steps.start(None)
+        self._steps.start(None, None)
         has_failed = True
         try:
             if self._choice is not None:
@@ -158,6 +160,16 @@ class PagedCache(ModelCache):
         if not isinstance(kv, PagedKV):
             raise StateError("attention: the operator works on caches with attention='paged'")
         return kv.attend(kv.current(layer), query, *options)
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Any:
+        """Return the inputs [B, C, columns] that a layer's convolution keeps, a view to be changed; None before the first ones."""
+        self._forward.show_state(layer_idx)
+        return super().get_conv_state(layer_idx, state_idx)
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Any:
+        """Return the states [B, H, D, S] of a layer, a view to be changed; None before the first ones."""
+        self._forward.show_state(layer_idx)
+        return super().get_recurrent_state(layer_idx, state_idx)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Take the last tokens of all rows back.
@@ -190,6 +202,8 @@ class PagedCache(ModelCache):
         RewindTooFar
             If that is impossible: a layer has a window, and the cache was made without `max_rewind_tokens`.
         """
+        if self._states is not None:
+            raise RewindTooFar("recurrent states cannot be taken back; a model that has some generates without drafts")
         if not self.is_croppable:
             raise RewindTooFar(
                 "max_rewind_tokens: 0 given to for_model, but drafts are to be taken back from layers with a window; "

@@ -6,6 +6,7 @@ begins and taken out when it ends. So the same model runs with any other cache i
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -146,7 +147,7 @@ class AttentionChoice:
 
     def __init__(self, decoder: Any) -> None:
         kind = type(decoder).__name__
-        if not getattr(decoder, "_supports_attention_backend", False):
+        if not _chooses_by_name(decoder):
             raise UnsupportedModelError(
                 f"model: {kind} does not choose its attention by name; attention over pages is impossible, use "
                 "attention='gather'"
@@ -177,6 +178,12 @@ class AttentionChoice:
     def _set(self, names: list[Any]) -> None:
         for config, name in zip(self._configs, names, strict=True):
             config._attn_implementation = {"": name}  # of this configuration alone, not of those inside it
+
+
+def _chooses_by_name(decoder: Any) -> bool:
+    """Return whether a decoder says that it chooses its attention by name, or its module at least knows how."""
+    named = getattr(decoder, "_supports_attention_backend", False)
+    return named or hasattr(sys.modules.get(type(decoder).__module__), "ALL_ATTENTION_FUNCTIONS")
 
 
 def _check_possible(mask: Any, dropout: float, is_causal: bool | None, bias: Any) -> None:

@@ -10,12 +10,12 @@ import transformers
 
 from numba_kv.adapters.transformers_device import follow_stream
 from numba_kv.adapters.transformers_hooks import hook_forwards
-from numba_kv.adapters.transformers_layers import PagedLayer
+from numba_kv.adapters.transformers_layers import make_layers
 from numba_kv.batch import Batch
 from numba_kv.errors import InteropError, StateError
 
 try:
-    from transformers.cache_utils import Cache, DummyLayer
+    from transformers.cache_utils import Cache
 except ImportError as error:
     raise InteropError(f"transformers {transformers.__version__} is installed; 5.24 or newer is needed") from error
 
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from numba_kv.adapters.transformers_layer_kv import LayerKV
     from numba_kv.adapters.transformers_layers import LayerSteps
     from numba_kv.adapters.transformers_model import ModelLayers
+    from numba_kv.adapters.transformers_states import ModelStates
     from numba_kv.shared_resources import SharedResources
 
     _Self = TypeVar("_Self", bound="ModelCache")
@@ -62,17 +63,12 @@ class ModelCache(Cache):
         self._is_traced = False
         self._has_closed = False
 
-    def _join(self, model: Any, layers: ModelLayers, steps: LayerSteps) -> None:
+    def _join(self, model: Any, layers: ModelLayers, steps: LayerSteps, states: ModelStates | None = None) -> None:
         """Make the layers, which ask `steps`, and tell those of the model's forwards."""
         self._steps = steps
+        self._states = states
         capacity = self.resources.plan.config.max_kv_cache_capacity
-        Cache.__init__(
-            self,
-            layers=[
-                PagedLayer(steps, index, window, capacity, layers.croppable[index]) if owns else DummyLayer()
-                for index, (window, owns) in enumerate(zip(layers.windows, layers.owners, strict=True))
-            ],
-        )
+        Cache.__init__(self, layers=make_layers(steps, layers, capacity, states))
         self._hooks = hook_forwards(model, self)
 
     def update(self, key_states: Any, value_states: Any, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
@@ -154,8 +150,10 @@ class ModelCache(Cache):
         if self._choice is not None:
             self._choice.stop()
 
-    def _forward_begins(self, mask: Any) -> None:
-        self._steps.start(mask)
+    def _forward_begins(self, mask: Any, shape: tuple[int, int] | None) -> None:
+        if self._states is not None and self._states.place.type == "cuda" and self._kv.stream is None:
+            follow_stream(self.resources, self._states.place)
+        self._steps.start(mask, shape)
         if self._choice is not None:
             self._choice.start()
 

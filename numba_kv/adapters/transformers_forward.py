@@ -21,12 +21,13 @@ if TYPE_CHECKING:
     from numba_kv.adapters.transformers_layer_kv import LayerKV
     from numba_kv.adapters.transformers_model import ModelLayers
     from numba_kv.adapters.transformers_rows import ModelRows, RowStep
+    from numba_kv.adapters.transformers_states import ModelStates
 
 __all__ = ["ForwardSteps"]
 
 
 class ForwardSteps:
-    """The step of a forward pass and its layers. Borrows rows and K/V.
+    """The step of a forward pass and its layers. Borrows rows, K/V and states.
 
     Attributes
     ----------
@@ -36,13 +37,15 @@ class ForwardSteps:
         Layers that store K and V.
     """
 
-    def __init__(self, rows: ModelRows, kv: LayerKV, layers: ModelLayers) -> None:
+    def __init__(self, rows: ModelRows, kv: LayerKV, layers: ModelLayers, states: ModelStates | None = None) -> None:
         self.rows = rows
         self._kv = kv
+        self._states = states
         self._layers = layers
         self.owners = frozenset(index for index, owns in enumerate(layers.owners) if owns)
         self._step: RowStep | None = None
         self._done: set[int] = set()
+        self._done_states: set[int] = set()
         self._running = False
         self._mask: Any = None
         self._is_of_model: bool | None = None
@@ -52,13 +55,17 @@ class ForwardSteps:
 
     # -- what the hooks say --------------------------------------------------------------------------------------
 
-    def start(self, mask: Any) -> None:
+    def start(self, mask: Any, shape: tuple[int, int] | None) -> None:
         """Note that the model's decoder begins, with its 2-D attention mask if it has one.
+
+        Where layers have states, its step begins here: such a layer may be the first, and does not say how many columns come.
 
         Raises
         ------
         InputError
-            If attention reads pages, and the mask is of another kind.
+            If attention reads pages, and the mask is of another kind; or as `update`.
+        StateError, CapacityError
+            As `update`, where layers have states.
         """
         if self._running:
             self._problem = self._problem or "a forward was interrupted"
@@ -69,6 +76,10 @@ class ForwardSteps:
                 "attention_mask: one of [B, tokens] or none is wanted by attention over pages, which knows no other; use "
                 "attention='gather'"
             )
+        if self._states is not None and self._ahead is None:
+            if shape is None:
+                raise InputError("input_ids: none given, nor inputs_embeds; rows and columns of the forward are not known")
+            self._begin(*shape)
 
     def stop(self, has_failed: bool) -> None:
         """Note that the decoder has ended. The tokens of a forward that failed are taken back, where that is possible.
@@ -81,12 +92,12 @@ class ForwardSteps:
         self._running, self._mask = False, None
         unread = [] if has_failed or self._step is None else self._kv.unread(self.owners)
         self._kv.end()
-        if not self._is_incomplete:
+        if not self._is_incomplete and not (has_failed and self._states is not None and self._step is not None):
             if unread:
                 self._problem = f"layers {unread} did not attend over their pages, and what they computed is wrong"
                 raise StateError(f"attention: {self._problem}; use attention='gather' for this model")
             return
-        reached, step = max(self._done, default=-1), self._step
+        reached, step = self._reached, self._step
         if self._is_recorded:
             self._step = None
             return
@@ -116,19 +127,38 @@ class ForwardSteps:
             raise InputError(f"layer_idx: {layer} stores no K and V; the layers of the cache that do are {sorted(self.owners)}")
         self._kv.check(layer, k, v)
         if self._kv.reads_pages and not self._running:
-            raise StateError(
-                "update: attention over pages works in forwards of the model that the cache was made for, not in another model "
-                "or in layers that are called one by one"
-            )
+            raise _outside("attention over pages works")
         step = self._step
-        if step is None or layer in self._done:
-            step = self._begin(layer, k)
-        elif (k.shape[0], k.shape[2]) != (step.rows, step.tokens):
+        if self._states is not None:
+            step = self._current()
+            if layer in self._done:
+                raise StateError(f"update: layer {layer} has brought K and V twice in one forward")
+        elif step is None or layer in self._done:
+            if self._kv.stream is not None:
+                raise StateError(f"update: layer {layer} has brought K and V twice in one decode step")
+            step = self._begin(k.shape[0], k.shape[2])
+        if (k.shape[0], k.shape[2]) != (step.rows, step.tokens):
             given, wanted = [k.shape[0], k.shape[2]], [step.rows, step.tokens]
             raise ShapeError(f"key_states: rows and tokens {given} in layer {layer}, {wanted} in the layers before it")
         moved = self._kv.move(layer, k, v, step)
         self._done.add(layer)
         return moved
+
+    def reach_state(self, layer: int) -> None:
+        """Note that a layer's state is about to be that behind the step.
+
+        Raises
+        ------
+        StateError
+            If no forward of the model is running.
+        """
+        self._current()
+        self._done_states.add(layer)
+
+    def show_state(self, layer: int) -> None:
+        """Note that a layer has been shown its state, which it may change in place: with one token a row it tells nobody."""
+        if self._running and self._step is not None:
+            self._done_states.add(layer)
 
     def length(self, layer: int) -> Any:
         """Return the padded length of a layer: less in those that the current forward has yet to reach.
@@ -153,7 +183,7 @@ class ForwardSteps:
         appended, and nothing is taken back if it fails.
         """
         step = self.rows.decode_step(0 if is_recorded else 1)
-        self._done.clear()
+        self._clear_done()
         self._step, self._is_recorded = step, is_recorded
         try:
             self._kv.begin(step, self.rows.offsets)
@@ -178,6 +208,8 @@ class ForwardSteps:
         self._check_complete(-tokens_to_remove)
         self.rows.rewind(-tokens_to_remove)
         self._step = None
+        if self._states is not None and not self.rows.length:
+            self._states.forget()
 
     def select(self, parents: list[int]) -> None:
         """Make row i what row ``parents[i]`` was; nothing while the cache is empty. Raises as `ModelRows.select`."""
@@ -186,12 +218,14 @@ class ForwardSteps:
         if len(self.rows):
             self.rows.select(parents)
             self._step = None
+            if self._states is not None:
+                self._states.resize(len(parents))
 
     def reset(self) -> None:
         """Forget all tokens, and what went wrong."""
-        self.rows.clear()
+        self._forget_rows()
         self._step = self._mask = None
-        self._done.clear()
+        self._clear_done()
         self._running = False  # no hook has said so behind an interrupt
         self._is_of_model = None
         self._problem = ""
@@ -200,18 +234,40 @@ class ForwardSteps:
 
     @property
     def _is_incomplete(self) -> bool:
-        return self._step is not None and self._done != self.owners
+        return self._step is not None and not self._has_reached_all
 
-    def _begin(self, layer: int, k: Any) -> RowStep:
+    @property
+    def _has_reached_all(self) -> bool:
+        """Whether all layers have brought what the step adds to them."""
+        return self._done == self.owners and (self._states is None or self._done_states == self._states.layers)
+
+    @property
+    def _reached(self) -> int:
+        """Number of the last layer that has brought something in the step; -1 for none."""
+        return max(self._done | self._done_states, default=-1)
+
+    def _clear_done(self) -> None:
+        self._done.clear()
+        self._done_states.clear()
+
+    def _forget_rows(self) -> None:
+        self.rows.clear()
+        if self._states is not None:
+            self._states.forget()
+
+    def _current(self) -> RowStep:
+        """Return the step of the forward that is running, in a cache with states."""
+        if not self._running or self._step is None:
+            raise _outside("a cache with recurrent states works")
+        return self._step
+
+    def _begin(self, rows: int, tokens: int) -> RowStep:
         self._check_complete(0)
-        if self._kv.stream is not None:
-            raise StateError(f"update: layer {layer} has brought K and V twice in one decode step")
         if self._is_of_model is not None and self._is_of_model != self._running:
             raise StateError(
                 "update: the cache holds tokens of another model, or of layers that were called one by one; "
                 "call reset(), and make a cache for each model"
             )
-        rows, tokens = k.shape[0], k.shape[2]
         self._check_hidden(rows, tokens)
         pads = self._pads(rows, tokens)
         if self._kv.reads_pages:
@@ -219,7 +275,7 @@ class ForwardSteps:
         step = self.rows.step(rows, tokens, pads)
         self._is_of_model = self._running
         self._step = step
-        self._done.clear()
+        self._clear_done()
         try:
             self._kv.begin(step, self.rows.offsets)
         except BaseException:
@@ -271,18 +327,25 @@ class ForwardSteps:
         if step.before:
             self.rows.rewind(step.tokens)
         else:
-            self.rows.clear()
+            self._forget_rows()
             self._is_of_model = None
         self._step = None
-        self._done.clear()
+        self._clear_done()
 
     def _check_complete(self, removed: int) -> None:
         """Refuse to go on behind a forward that not all layers have seen, unless its tokens are among the `removed` ones."""
         problem, step = self._problem, self._step
-        if not problem and step is not None and self._done != self.owners and removed < step.tokens:
-            problem = f"a forward ended behind layer {max(self._done, default=-1)}, and the layers after it lack its tokens"
+        if not problem and step is not None and self._is_incomplete and removed < step.tokens:
+            problem = f"a forward ended behind layer {self._reached}, and the layers after it lack its tokens"
         if problem:
             raise StateError(f"the cache cannot go on: {problem}; call reset()")
+
+
+def _outside(what: str) -> StateError:
+    return StateError(
+        f"update: {what} in forwards of the model that the cache was made for, not in another model or in layers that are "
+        "called one by one"
+    )
 
 
 def _has_mask(mask: Any) -> bool:

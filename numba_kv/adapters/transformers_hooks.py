@@ -13,7 +13,7 @@ class _Cache(Protocol):
 
     _is_traced: bool
 
-    def _forward_begins(self, mask: Any) -> None: ...
+    def _forward_begins(self, mask: Any, shape: tuple[int, int] | None) -> None: ...
 
     def _forward_ends(self, has_failed: bool) -> None: ...
 
@@ -21,6 +21,13 @@ class _Cache(Protocol):
 def decoder_of(model: Any) -> Any:
     """Return the part of a model that holds its layers."""
     return model.get_decoder() if hasattr(model, "get_decoder") else model
+
+
+def _shape(args: Any, kwargs: dict[str, Any]) -> tuple[int, int] | None:
+    """Return rows and columns of what a decoder is given, ids or their embeddings; None if it is called in another way."""
+    given = (kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args[:1])
+    shape = next((each.shape for each in given if getattr(each, "ndim", 0) >= 2), None)
+    return None if shape is None else (int(shape[0]), int(shape[1]))
 
 
 def hook_forwards(model: Any, cache: _Cache) -> weakref.finalize[..., Any]:
@@ -41,7 +48,7 @@ def hook_forwards(model: Any, cache: _Cache) -> weakref.finalize[..., Any]:
     def before(owner: Any, args: Any, kwargs: dict[str, Any]) -> None:
         found = of(owner, kwargs)
         if found is not None:
-            found._forward_begins(kwargs.get("attention_mask"))
+            found._forward_begins(kwargs.get("attention_mask"), _shape(args, kwargs))
 
     def behind(owner: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
         found = of(owner, kwargs)

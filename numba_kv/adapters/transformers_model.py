@@ -18,6 +18,7 @@ from numba_kv.geometry import FULL, Window, check_count
 __all__ = ["ModelLayers", "read_model"]
 
 _FULL = "full_attention"
+_RECURRENT, _BOTH = ("linear_attention",), ("hybrid", "hybrid_sliding")
 #: To a cache of transformers a chunked layer is a sliding one: only the mask knows chunks.
 _CHUNKED = "chunked_attention"
 _SLIDING = ("sliding_attention", _CHUNKED)
@@ -43,6 +44,8 @@ class ModelLayers:
         Whether tokens can be taken back in each layer: always where the pages of all tokens are kept.
     sizes : KVSizes or None
         Those of K and V where they differ; `config` has the halves that are stored instead.
+    states : frozenset of int
+        Layers with a recurrent state.
     """
 
     config: LLMEngineConfig
@@ -51,6 +54,7 @@ class ModelLayers:
     donors: frozenset[int]
     croppable: tuple[bool, ...]
     sizes: KVSizes | None = None
+    states: frozenset[int] = frozenset()
 
 
 def read_model(
@@ -63,11 +67,13 @@ def read_model(
     max_batch_tokens: int | None,
     num_kv_pages: int | None,
     reads_pages: bool = False,
+    is_packed: bool = False,
 ) -> ModelLayers:
     """Return the layers of a transformers model, and the configuration of its caches.
 
     With `reads_pages`, pages are what attention reads: layers that see their chunk keep that, and K and V are of equal size.
-    Without, layers that see their chunk keep as many tokens before each as a chunk has.
+    Without, layers that see their chunk keep as many tokens before each as a chunk has. With `is_packed`, a row of the model
+    holds tokens of many sequences.
 
     Raises
     ------
@@ -104,11 +110,10 @@ def read_model(
         max_step_tokens=min(max(1, max_rewind_tokens), max_tokens),
         max_batch_tokens=max_batch * max_tokens if max_batch_tokens is None else max_batch_tokens,
         num_kv_pages=num_kv_pages,
+        recurrent_state_dtype="float32",  # models compute states so, and hand them to their cache as they are
+        conv_state_dtype=kind,
     )
-    if config.recurrent_layer is not None or len(config.layers) != len(types):
-        raise UnsupportedModelError(
-            f"model: {config.model_type!r} has layers with recurrent states, which are not supported here yet"
-        )
+    _check_kinds(config, types, is_packed)
     if sizes is not None and sizes.doubles_windows:
         config = _doubled(config, windows)
     chunked = tuple(reads_pages and each == _CHUNKED for each in types)
@@ -147,12 +152,37 @@ def _layer_types(text: Any) -> tuple[list[str], tuple[int | None, ...]]:
     from transformers.cache_utils import get_layer_types_and_kwargs
 
     types, options = get_layer_types_and_kwargs(text)
-    strange = sorted(set(types) - {_FULL, *_SLIDING, _NO_CACHE})
+    strange = sorted(set(types) - {_FULL, *_SLIDING, *_RECURRENT, *_BOTH, _NO_CACHE})
     if _INDEXED in strange:
         raise UnsupportedModelError("model: its layers keep keys of an indexer besides, which is not supported here yet")
     if strange:
         raise UnsupportedModelError(f"model: layers of type {', '.join(strange)} are not supported here yet")
+    for index, each in enumerate(options):
+        if each.get("number_of_states", 1) != 1:
+            raise UnsupportedModelError(
+                f"model: layer {index} has {each['number_of_states']} convolutions, one is supported beside its state"
+            )
     return types, tuple(each.get("sliding_window") for each in options)
+
+
+def _check_kinds(config: LLMEngineConfig, types: list[str], is_packed: bool) -> None:
+    """Refuse a model whose layers keep something else than its configuration says, and states where none can be kept."""
+    name = config.model_type
+    if is_packed and config.num_recurrent_layers:
+        raise UnsupportedModelError(
+            f"model: {name!r} has layers with recurrent states, which would run through the sequences of a packed row; "
+            "use PagedCache"
+        )
+    if not config.layers:
+        raise UnsupportedModelError(f"model: {name!r} has no attention, so there is nothing to page; use transformers' own cache")
+    stated = config.layer_types or ("attention",) * len(config.layers)
+    kinds = {**dict.fromkeys(_RECURRENT, "recurrent"), **dict.fromkeys(_BOTH, "both")}
+    if len(stated) != len(types):
+        raise UnsupportedModelError(f"model: {name!r} has {len(types)} layers, but its configuration describes {len(stated)}")
+    for index, (said, each) in enumerate(zip(stated, types, strict=True)):
+        wanted = ("none", "attention") if each == _NO_CACHE else (kinds.get(each, "attention"),)
+        if said not in wanted:
+            raise UnsupportedModelError(f"model: layer {index} of {name!r} is {each!r}, but its configuration says {said!r}")
 
 
 def _combined(
@@ -160,10 +190,11 @@ def _combined(
 ) -> ModelLayers:
     """Give the layers of `config` the windows that transformers has; they decide what a forward is handed."""
     capacity = config.max_kv_cache_capacity
-    donors = tuple(layer.kv_donor for layer in config.layers)
+    places = [index for index, place in enumerate(config.attention_indices) if place >= 0]
+    donors = dict(zip(places, (layer.kv_donor for layer in config.layers), strict=True))
     layers = []
-    for index, layer in enumerate(config.layers):
-        owner = index if layer.kv_donor is None else layer.kv_donor
+    for index, layer in zip(places, config.layers, strict=True):
+        owner = index if layer.kv_donor is None else places[layer.kv_donor]
         tokens = windows[owner]
         if types[index] == _NO_CACHE and layer.kv_donor is None:
             raise UnsupportedModelError(
@@ -171,10 +202,12 @@ def _combined(
             )
         window = FULL if tokens is None or tokens >= capacity else Window("chunked" if chunked[owner] else "sliding", tokens)
         layers.append(replace(layer, window=window))
+    full = {index for index, layer in zip(places, layers, strict=True) if layer.window.is_full}
     return ModelLayers(
         config=replace(config, layers=tuple(layers), ropes=()),  # the model has rotary tables of its own
         windows=windows,
-        owners=tuple(donor is None for donor in donors),
-        donors=frozenset(donor for donor in donors if donor is not None),
-        croppable=tuple(keeps_more or layer.window.is_full for layer in layers),
+        owners=tuple(index in donors and donors[index] is None for index in range(len(types))),
+        donors=frozenset(places[donor] for donor in donors.values() if donor is not None),
+        croppable=tuple(keeps_more or index in full or index not in donors for index in range(len(types))),
+        states=frozenset(index for index, place in enumerate(config.recurrent_indices) if place >= 0),
     )

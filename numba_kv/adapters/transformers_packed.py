@@ -97,6 +97,7 @@ class PackedCache(ModelCache):
             max_batch_tokens=max_batch_tokens,
             num_kv_pages=num_kv_pages,
             reads_pages=True,
+            is_packed=True,
         )
         choice = AttentionChoice(decoder_of(model))
         resources = open_resources(layers.config, model.device, target, memory_bytes)

@@ -64,7 +64,7 @@ class PackedSteps:
         self._step, self._running = None, False
         self._offsets = 0
 
-    def start(self, mask: Any) -> None:
+    def start(self, mask: Any, shape: tuple[int, int] | None) -> None:
         """Note that the model's decoder begins.
 
         Raises

@@ -173,6 +173,8 @@ class ModelRows:
             try:
                 self.batch.rewind(asked)
             except RewindTooFar as error:
+                if self.batch.plan.config.num_recurrent_layers:
+                    raise RewindTooFar("crop: recurrent states cannot be taken back, but for those of all tokens") from None
                 raise RewindTooFar(f"crop: {error}; a larger max_rewind_tokens of for_model keeps more") from None
         self.lengths = kept
         self.offsets = np.minimum(self.offsets, target)
@@ -196,7 +198,7 @@ class ModelRows:
     def select(self, parents: list[int]) -> None:
         """Make row i what row ``parents[i]`` was; rows may be named several times, or not at all.
 
-        Full pages of a row that is named twice are shared (`Batch.reorder`).
+        Full pages of a row that is named twice are shared (`Batch.reorder`); recurrent states of row i move to slot i.
 
         Raises
         ------
@@ -213,6 +215,7 @@ class ModelRows:
         rows = [*old, *more][: len(parents)]
         try:
             self.batch.reorder({row: old[parent] for row, parent in zip(rows, parents, strict=True)})
+            self.batch.align_states()
         except BaseException:
             if not self.batch.guard.is_closed:
                 self.batch.update(retire=more)
