@@ -162,12 +162,12 @@ class PagedCache(ModelCache):
         return kv.attend(kv.current(layer), query, *options)
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Any:
-        """Return the inputs [B, C, columns] that a layer's convolution keeps, a view to be changed; None before the first ones."""
+        """Return the inputs [B, C, columns] that a layer's convolution keeps, a view to be changed; None at first."""
         self._forward.show_state(layer_idx)
         return super().get_conv_state(layer_idx, state_idx)
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Any:
-        """Return the states [B, H, D, S] of a layer, a view to be changed; None before the first ones."""
+        """Return the states [B, H, D, S] of a layer, a view to be changed; None at first."""
         self._forward.show_state(layer_idx)
         return super().get_recurrent_state(layer_idx, state_idx)
 

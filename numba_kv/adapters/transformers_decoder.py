@@ -14,7 +14,7 @@ import torch
 from numba_kv.adapters.transformers import PagedCache
 from numba_kv.adapters.transformers_device import follow_stream
 from numba_kv.adapters.transformers_inputs import check_ids, check_mask
-from numba_kv.errors import CapacityError, InputError, ShapeError, StateError
+from numba_kv.errors import CapacityError, InputError, ShapeError, StateError, UnsupportedModelError
 from numba_kv.geometry import check_count
 
 if TYPE_CHECKING:
@@ -73,12 +73,19 @@ class GreedyDecoder:
     ------
     InputError
         If `cache` is something else.
+    UnsupportedModelError
+        If the model has recurrent layers, and its forwards are to be compiled.
     """
 
     def __init__(self, model: Any, cache: PagedCache, *, compile_with: Mapping[str, Any] | None = None) -> None:
         if not isinstance(cache, PagedCache) or not cache._kv.reads_pages:
             raise InputError(f"cache: {cache!r} given, a PagedCache with attention='paged' wanted")
         cache._check_open()
+        if compile_with is not None and cache._states is not None:
+            raise UnsupportedModelError(
+                "compile_with: layers with recurrent states change them in place, which is not traced here yet; leave it out, "
+                "and on a GPU the steps are captured as a graph all the same"
+            )
         self._model = model
         self._compiled: Any = None
         if compile_with is not None:

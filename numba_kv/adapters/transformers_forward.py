@@ -70,13 +70,16 @@ class ForwardSteps:
         if self._running:
             self._problem = self._problem or "a forward was interrupted"
         self._running = True
+        begins_step = self._states is not None and self._ahead is None
+        if begins_step and not self._is_incomplete:
+            self._step = None  # that of the forward before is over, whatever happens to this one
         self._mask = mask if getattr(mask, "ndim", 0) == 2 else None
         if self._kv.reads_pages and self._mask is None and _has_mask(mask):
             raise InputError(
                 "attention_mask: one of [B, tokens] or none is wanted by attention over pages, which knows no other; use "
                 "attention='gather'"
             )
-        if self._states is not None and self._ahead is None:
+        if begins_step:
             if shape is None:
                 raise InputError("input_ids: none given, nor inputs_embeds; rows and columns of the forward are not known")
             self._begin(*shape)
@@ -92,7 +95,8 @@ class ForwardSteps:
         self._running, self._mask = False, None
         unread = [] if has_failed or self._step is None else self._kv.unread(self.owners)
         self._kv.end()
-        if not self._is_incomplete and not (has_failed and self._states is not None and self._step is not None):
+        is_lost = has_failed and self._states is not None and self._step is not None  # a state may be half changed
+        if not self._is_incomplete and not is_lost:
             if unread:
                 self._problem = f"layers {unread} did not attend over their pages, and what they computed is wrong"
                 raise StateError(f"attention: {self._problem}; use attention='gather' for this model")

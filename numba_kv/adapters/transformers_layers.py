@@ -209,11 +209,11 @@ def make_layers(steps: Any, layers: ModelLayers, capacity: int, states: ModelSta
     """Return the layers of a cache, which ask `steps`; `capacity` is the most tokens of a row."""
     made: list[Any] = []
     for index, (window, owns) in enumerate(zip(layers.windows, layers.owners, strict=True)):
-        has_state = states is not None and index in states.layers
-        if has_state and owns:
-            made.append(PagedStateLayer(steps, states, index, window, capacity))
-        elif has_state:
-            made.append(StateLayer(steps, states, index))
+        if states is not None and index in states.layers:
+            if owns:
+                made.append(PagedStateLayer(steps, states, index, window, capacity))
+            else:
+                made.append(StateLayer(steps, states, index))
         elif owns:
             made.append(PagedLayer(steps, index, window, capacity, layers.croppable[index]))
         else:

@@ -174,7 +174,7 @@ def _check_kinds(config: LLMEngineConfig, types: list[str], is_packed: bool) -> 
             "use PagedCache"
         )
     if not config.layers:
-        raise UnsupportedModelError(f"model: {name!r} has no attention, so there is nothing to page; use transformers' own cache")
+        raise UnsupportedModelError(f"model: {name!r} has no attention, so it has no pages; use transformers' own cache")
     stated = config.layer_types or ("attention",) * len(config.layers)
     kinds = {**dict.fromkeys(_RECURRENT, "recurrent"), **dict.fromkeys(_BOTH, "both")}
     if len(stated) != len(types):

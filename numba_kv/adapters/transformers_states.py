@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from numba_kv.errors import InteropError, ShapeError, StateError
+from numba_kv.errors import InteropError, ShapeError
 
 if TYPE_CHECKING:
     from numba_kv.adapters.transformers_layers import StateLayer

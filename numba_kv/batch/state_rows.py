@@ -1,7 +1,7 @@
 """StateRows: which resident slot holds the recurrent states of each row.
 
-Rows move, states do not, unless they are told to (`StateRows.align`). Every row has a slot of its own, in use or not, so that none is lost; the host's copy is the truth and
-the device's follows.
+Rows move, states do not, unless they are told to (`StateRows.align`). Every row has a slot of its own, in use or not, so that
+none is lost; the host's copy is the truth and the device's follows.
 """
 
 from __future__ import annotations

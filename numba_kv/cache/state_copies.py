@@ -109,9 +109,7 @@ class StateCopies:
         kernel = permute_states_words if self._unit == WORD else permute_states_halves
         return self._bind_rows(kernel, edits, state_slots, state_index)
 
-    def _bind_rows(
-        self, kernel: Kernel, edits: Tensor, state_slots: Tensor, state_index: Tensor
-    ) -> Callable[[int], None]:
+    def _bind_rows(self, kernel: Kernel, edits: Tensor, state_slots: Tensor, state_index: Tensor) -> Callable[[int], None]:
         """Return what launches a kernel whose items are parts of slots, by entry of `edits` and layer."""
         rows: dict[str, Tensor | int] = {"edits": edits, "state_slots": state_slots, "state_index": state_index}
         launch = kernel.bind(self._device, {**self._clear_values, **rows})

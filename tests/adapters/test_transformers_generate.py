@@ -9,6 +9,7 @@ import pytest
 from tests.helpers.transformers_models import (
     FAMILIES,
     FAMILIES_IN_SIM,
+    HYBRID_FAMILIES,
     UNEQUAL_FAMILIES,
     WINDOW,
     check_equal,
@@ -43,13 +44,13 @@ def check_family(name: str, target: str, steps: int, shape: tuple[int, tuple[int
 
 
 @pytest.mark.parametrize("shape", [SHORT, LONG, PADDED], ids=["short", "long", "padded"])
-@pytest.mark.parametrize("name", [*FAMILIES, *UNEQUAL_FAMILIES])
+@pytest.mark.parametrize("name", [*FAMILIES, *UNEQUAL_FAMILIES, *HYBRID_FAMILIES])
 def test_a_family_generates_the_same(name: str, shape: tuple[int, tuple[int, ...]], target: str, steps: int) -> None:
     check_family(name, target, steps, shape)
 
 
 @pytest.mark.parametrize("shape", [LONG, PADDED], ids=["long", "padded"])
-@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_oss", "gemma4", "deepseek_v3", "mimo_v2_flash"])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_oss", "gemma4", "deepseek_v3", "mimo_v2_flash", "qwen3_5", "jamba"])
 def test_bfloat16(name: str, shape: tuple[int, tuple[int, ...]], target: str, steps: int) -> None:
     check_family(name, target, steps, shape, kind="bfloat16")
 
@@ -72,7 +73,7 @@ def test_any_page_size_and_reach(page_tokens: int, reach: int, target: str, step
 @pytest.mark.parametrize("reach", [0, 7])
 @pytest.mark.parametrize("chunk", [1, 6, 7])
 @pytest.mark.parametrize("shape", [LONG, PADDED], ids=["long", "padded"])
-@pytest.mark.parametrize("name", ["llama", "gemma3", "llama4", "deepseek_v3", "mimo_v2_flash"])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "llama4", "deepseek_v3", "mimo_v2_flash", "qwen3_next", "falcon_h1"])
 def test_a_prompt_in_chunks(
     name: str, shape: tuple[int, tuple[int, ...]], chunk: int, reach: int, target: str, steps: int
 ) -> None:
@@ -96,7 +97,7 @@ def test_pads_that_fill_a_whole_step_are_kept_once(target: str) -> None:
         assert cache.stored_tokens == [25 - 3, 25 - 3]
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3", "llama4", "deepseek_v3", "mimo_v2_flash"])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "llama4", "deepseek_v3", "mimo_v2_flash", "qwen3_5", "bamba"])
 @pytest.mark.parametrize("shape", [SHORT, PADDED], ids=["one", "padded"])
 def test_a_chat_goes_on(name: str, shape: tuple[int, tuple[int, ...]], target: str, steps: int) -> None:
     """Three turns; each sends all ids of the turns before it, as a chat does."""
@@ -132,8 +133,11 @@ def test_a_window_that_covers_the_capacity(target: str, steps: int) -> None:
         check_equal(generated(model, inputs, 4, cache=cache, prefill_chunk_size=2), wanted)
 
 
-def test_a_cache_is_used_again_after_reset(target: str, steps: int) -> None:
-    model = tiny("gemma3", target)
+@pytest.mark.parametrize("name", ["gemma3", "nemotron_h"])
+def test_a_cache_is_used_again_after_reset(name: str, target: str, steps: int) -> None:
+    if target == "sim" and name not in FAMILIES_IN_SIM:
+        pytest.skip("the simulator takes too long for every family")
+    model = tiny(name, target)
     with opened(model, target) as cache:
         for seed, (tokens, pads) in enumerate([PADDED, SHORT, LONG, (12, (0, 3))]):
             inputs = prompt(tokens, target, pads, seed)

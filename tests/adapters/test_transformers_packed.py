@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.transformers_models import WINDOW, generated, prompt, tiny, torch
+from tests.helpers.transformers_models import WINDOW, generated, not_by_name, prompt, tiny, torch
 
 from numba_kv.adapters.transformers_packed import PackedCache  # isort: skip  # behind the helper: it skips without torch
 from numba_kv.errors import InputError, ShapeError, StateError, UnsupportedModelError
@@ -146,7 +146,7 @@ def test_what_is_refused(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "closed" in repr(cache)
     with pytest.raises(StateError, match="PackedCache is closed"):
         cache.model_inputs(view, {})
-    monkeypatch.setattr(type(model.model), "_supports_attention_backend", False)
+    not_by_name(monkeypatch, model.model)
     with pytest.raises(UnsupportedModelError, match="does not choose its attention by name"):
         opened(model, target)
 

@@ -10,6 +10,7 @@ from numba_kv.cache import KVIO
 from tests.helpers.transformers_models import (
     FAMILIES,
     FAMILIES_IN_SIM,
+    HYBRID_FAMILIES,
     WINDOW,
     check_near,
     generated,
@@ -43,7 +44,7 @@ def few_in_sim(target: str, is_wanted: bool) -> None:
         pytest.skip("the simulator takes too long for everything")
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", [*FAMILIES, *HYBRID_FAMILIES])
 def test_a_family_generates_the_same(name: str, target: str, steps: int) -> None:
     few_in_sim(target, False)
     check_family(name, target, steps, PADDED)
@@ -98,7 +99,7 @@ def test_any_page_size_and_reach(page_tokens: int, reach: int, target: str, step
 
 
 @pytest.mark.parametrize(("chunk", "reach"), [(2, 0), (6, 0), (6, 7)])
-@pytest.mark.parametrize("name", ["gemma3", "llama4", "gemma4"])
+@pytest.mark.parametrize("name", ["gemma3", "llama4", "gemma4", "granitemoehybrid"])
 def test_a_padded_prompt_in_chunks(name: str, chunk: int, reach: int, target: str, steps: int) -> None:
     """Chunks that are longer and shorter than a short step, and rows of which a chunk holds nothing but pads."""
     few_in_sim(target, False)

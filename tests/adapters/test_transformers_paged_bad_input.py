@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.transformers_models import WINDOW, check_near, generated, prompt, tiny, torch, transformers
+from tests.helpers.transformers_models import WINDOW, check_near, generated, not_by_name, prompt, tiny, torch, transformers
 
 from numba_kv.adapters.transformers import PagedCache  # isort: skip  # behind the helper, which skips where there is no torch
 from numba_kv.errors import InputError, StateError, UnsupportedModelError
@@ -43,7 +43,7 @@ def test_an_unknown_attention(target: str) -> None:
 
 def test_a_model_that_does_not_choose_by_name(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny("llama", target)
-    monkeypatch.setattr(type(model.model), "_supports_attention_backend", False)
+    not_by_name(monkeypatch, model.model)
     with pytest.raises(UnsupportedModelError, match="LlamaModel does not choose its attention by name"):
         opened(model, target)
 

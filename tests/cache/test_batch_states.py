@@ -417,7 +417,8 @@ def test_states_follow_their_rows_when_they_are_told_to(name: str) -> None:
 @pytest.mark.parametrize("sizes", [(9000, 7), (7, 9000), (3, 3)])
 def test_every_byte_of_states_moves(sizes: tuple[int, int]) -> None:
     """States of more than one part, and of bytes that are no whole words; two cycles at once, in every layer."""
-    layer = mamba2(num_heads=1, num_groups=1, head_dim=1, state_size=sizes[0], conv_dim=sizes[1], recurrent_state_dtype="float16")
+    heads = {"num_heads": 1, "num_groups": 1, "head_dim": 1}
+    layer = mamba2(**heads, state_size=sizes[0], conv_dim=sizes[1], recurrent_state_dtype="float16")
     with opened(recurrent_config(layer, layers=2, max_batch_size=6)) as batch:
         states = caches(batch).mamba_cache
         made = batch.update(admit=[1] * 6)

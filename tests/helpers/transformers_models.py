@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from functools import cache
 from typing import Any
 
@@ -54,6 +55,15 @@ _LATENT = {
     "qk_nope_head_dim": 16,
     "v_head_dim": 12,
 }
+_DELTA_NET = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "linear_conv_kernel_dim": 4,
+}
+_SHARED_EXPERT = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 8}
+_MAMBA2 = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 12, "mamba_n_groups": 2, "mamba_expand": 2}
 _PER_LAYER = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCABULARY, "num_kv_shared_layers": 2}
 
 #: Name -> configuration class, model class, what differs from the common sizes.
@@ -104,6 +114,30 @@ UNEQUAL_FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
         {**_EXPERTS, **_HEAD, **_TURNS, "v_head_dim": 12, "num_key_value_heads": 1},
     ),
 }
+#: As those, with layers that have a recurrent state: delta nets, Mamba, Mamba-2 before, between and beside attention.
+HYBRID_FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "qwen3_next": ("Qwen3NextConfig", "Qwen3NextForCausalLM", {**_HEAD, **_DELTA_NET, **_SHARED_EXPERT}),
+    "qwen3_5": ("Qwen3_5TextConfig", "Qwen3_5ForCausalLM", {**_HEAD, **_DELTA_NET}),
+    "jamba": (
+        "JambaConfig",
+        "JambaForCausalLM",
+        {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1, "num_experts": 2}
+        | {"mamba_d_state": 6, "mamba_d_conv": 4, "mamba_expand": 2},
+    ),
+    "bamba": ("BambaConfig", "BambaForCausalLM", {**_MAMBA2, "attn_layer_indices": [1, 3]}),
+    "falcon_h1": ("FalconH1Config", "FalconH1ForCausalLM", {**_HEAD, **_MAMBA2, "mamba_d_ssm": 128}),
+    "granitemoehybrid": (
+        "GraniteMoeHybridConfig",
+        "GraniteMoeHybridForCausalLM",
+        {**_MAMBA2, **_SMALL_EXPERTS, "layer_types": ["mamba", "attention"] * 2, "shared_intermediate_size": 32},
+    ),
+    "nemotron_h": (
+        "NemotronHConfig",
+        "NemotronHForCausalLM",
+        {**_HEAD, "hybrid_override_pattern": "M*-M*", "mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 12}
+        | {"n_groups": 2, "conv_kernel": 4, "expand": 2},
+    ),
+}
 #: Those that have no attention but their own.
 _EAGER_ONLY = ("gemma2", "gpt_oss", "mimo_v2_flash")
 #: Those that the simulator has the time for.
@@ -120,7 +154,7 @@ def tiny(
     name: str, target: str = "cpu", kind: str = "float32", attention: str = "sdpa", seed: int = 0, noise: float = 0.0
 ) -> Any:
     """Return a model of a family; equal arguments give equal weights. `noise` makes a bad copy of it."""
-    config_class, model_class, extra = {**FAMILIES, **UNEQUAL_FAMILIES}[name]
+    config_class, model_class, extra = {**FAMILIES, **UNEQUAL_FAMILIES, **HYBRID_FAMILIES}[name]
     torch.manual_seed(seed)
     attention = "eager" if name in _EAGER_ONLY else attention
     config = getattr(transformers, config_class)(**{**_COMMON, **extra}, attn_implementation=attention)
@@ -158,6 +192,12 @@ def opened(model: Any, target: str, **limits: Any) -> PagedCache:
 def opened_paged(model: Any, target: str, **limits: Any) -> PagedCache:
     """Return a cache as `opened`; attention reads its pages."""
     return opened(model, target, attention="paged", **limits)
+
+
+def not_by_name(monkeypatch: pytest.MonkeyPatch, decoder: Any) -> None:
+    """Let a decoder look as if it did not choose its attention by name."""
+    monkeypatch.setattr(type(decoder), "_supports_attention_backend", False)
+    monkeypatch.delattr(sys.modules[type(decoder).__module__], "ALL_ATTENTION_FUNCTIONS")
 
 
 def check_equal(found: tuple[Any, Any], wanted: tuple[Any, Any]) -> None:
