@@ -18,7 +18,7 @@ from numba_kv.geometry import FULL, Window, check_count
 __all__ = ["ModelLayers", "read_model"]
 
 _FULL = "full_attention"
-_RECURRENT, _BOTH = ("linear_attention",), ("hybrid", "hybrid_sliding")
+_RECURRENT, _BOTH = ("linear_attention", "conv"), ("hybrid", "hybrid_sliding")
 #: To a cache of transformers a chunked layer is a sliding one: only the mask knows chunks.
 _CHUNKED = "chunked_attention"
 _SLIDING = ("sliding_attention", _CHUNKED)
@@ -174,7 +174,9 @@ def _check_kinds(config: LLMEngineConfig, types: list[str], is_packed: bool) -> 
             "use PagedCache"
         )
     if not config.layers:
-        raise UnsupportedModelError(f"model: {name!r} has no attention, so there is nothing to page; use transformers' own cache")
+        raise UnsupportedModelError(
+            f"model: {name!r} has no attention, so there is nothing to page; use transformers' own cache"
+        )
     stated = config.layer_types or ("attention",) * len(config.layers)
     kinds = {**dict.fromkeys(_RECURRENT, "recurrent"), **dict.fromkeys(_BOTH, "both")}
     if len(stated) != len(types):
