@@ -18,7 +18,7 @@ from numba_kv.geometry import FULL, Window, check_count
 __all__ = ["ModelLayers", "read_model"]
 
 _FULL = "full_attention"
-_RECURRENT, _BOTH = ("linear_attention",), ("hybrid", "hybrid_sliding")
+_RECURRENT, _BOTH = ("linear_attention", "conv"), ("hybrid", "hybrid_sliding")
 #: To a cache of transformers a chunked layer is a sliding one: only the mask knows chunks.
 _CHUNKED = "chunked_attention"
 _SLIDING = ("sliding_attention", _CHUNKED)

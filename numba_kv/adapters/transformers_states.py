@@ -4,7 +4,7 @@ Row i of the model's batch has its states in slot i, so that what a layer is han
 convolution states there in place, and tell nobody. ::
 
     conv state       [B, C, columns]    of the model's element type, the newest input in the last column
-    recurrent state  [B, H, D, S]       float32; [B, D, S] in models without heads
+    recurrent state  [B, H, D, S]       float32; [B, D, S] in models without heads; none beside a convolution alone
 """
 
 from __future__ import annotations
@@ -42,11 +42,13 @@ class ModelStates:
 
     def __init__(self, resources: SharedResources, layers: frozenset[int]) -> None:
         caches, device = resources.cache_managers[0], resources.device
+        kind = caches.mamba_cache.layer
+        with_state = layers if kind is not None and kind.has_state else frozenset[int]()
         self.layers = layers
         self.place = torch.device("cuda", device.ordinal) if device.target == "cuda" else torch.device("cpu")
         with torch.inference_mode(False):  # or nobody could change them in place later
             self._conv = {layer: torch.from_dlpack(caches.conv_state(layer)) for layer in layers}
-            self._recurrent = {layer: torch.from_dlpack(caches.recurrent_state(layer)) for layer in layers}
+            self._recurrent = {layer: torch.from_dlpack(caches.recurrent_state(layer)) for layer in with_state}
         self._users: list[StateLayer] = []
 
     def tell(self, layer: StateLayer) -> None:
@@ -69,8 +71,19 @@ class ModelStates:
         return self._rows(held, rows)
 
     def recurrent(self, layer: int, given: Any) -> Any:
-        """Return the recurrent states of as many rows as `given` has, in its shape. Raises as `conv`."""
-        held = self._recurrent[layer]
+        """Return the recurrent states of as many rows as `given` has, in its shape.
+
+        Raises
+        ------
+        ShapeError, InteropError
+            As `conv`; and if the layer is a convolution alone.
+        """
+        held = self._recurrent.get(layer)
+        if held is None:
+            raise ShapeError(
+                f"recurrent_states: {list(given.shape)} given, but layer {layer} is a convolution alone; "
+                "the cache is of another model"
+            )
         rows, sizes = given.shape[0], tuple(held.shape[1:])
         wanted = (rows, *(sizes[1:] if sizes[0] == 1 and given.ndim == held.ndim - 1 else sizes))
         _check("recurrent_states", layer, tuple(given.shape), wanted)

@@ -215,7 +215,7 @@ class HostlessRounds(Proposals):
             raise InputError(f"steps: {drafted} tokens drafted, 0 to {most} can be taken back (the draft's max_step_tokens)")
 
     def _pack_states(self, tokens: int) -> None:
-        if self._states.has_intermediate_recurrent_states:
+        if self._states.has_commits:
             self._states.reshape_intermediate_states(self.base.plan.config.max_batch_size, tokens)
 
     def _note_rounds(self, rounds: int, steps: RoundSteps) -> None:

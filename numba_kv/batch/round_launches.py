@@ -65,7 +65,7 @@ class RoundLaunches:
         self._device = buffers.device
         self._rows = buffers.counts.size
         self._moves = TokenMoves(buffers, base.kv_cache)
-        self._has_states = base.mamba_cache.has_intermediate_recurrent_states
+        self._has_states = base.mamba_cache.has_commits
         width = self._rows * verify_tokens
 
         def words(name: str, count: int) -> Tensor:

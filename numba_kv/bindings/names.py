@@ -27,6 +27,7 @@ __all__ = [
     "KV_SLOT_MAPPING",
     "PAST_KEY_VALUES",
     "PRESENT_KEY_VALUES",
+    "STATE_PREFIXES",
     "SWA_KV_CACHE_MODE",
     "ZERO_BUFFER",
     "Rebind",
@@ -48,6 +49,9 @@ SWA_KV_CACHE_MODE = "swa_kv_cache_mode"
 DEEPSTACK_EMBEDS = "deepstack_embeds"
 ZERO_BUFFER = "zero_buffer"
 
+#: A state's names: before a step, and behind it.
+STATE_PREFIXES = ("", "present_")
+_RESIDENT = ("recurrent_state", "conv_state")
 #: Inputs that describe the tokens and rows of a step, in the order of the reference.
 _STEP = (
     "positions",
@@ -115,19 +119,17 @@ def kv_names(layer: int) -> tuple[str, str]:
     return f"{PAST_KEY_VALUES}_{layer}", f"{PRESENT_KEY_VALUES}_{layer}"
 
 
-def state_names(layer: int) -> tuple[str, str, str, str]:
-    """Return the names of a recurrent layer's states before and after a step: recurrent twice, convolution twice."""
-    return (
-        f"recurrent_state_{layer}",
-        f"present_recurrent_state_{layer}",
-        f"conv_state_{layer}",
-        f"present_conv_state_{layer}",
-    )
+def state_names(config: LLMEngineConfig) -> tuple[str, ...]:
+    """Return what the names of states before a step start with, a layer's number left out: recurrent, convolution.
+
+    Behind the step they begin with ``present_``, and are the same memory.
+    """
+    return tuple(state.name for state in state_plans(config) if state.name in _RESIDENT)
 
 
 def intermediate_names(config: LLMEngineConfig) -> tuple[str, ...]:
     """Return what the names of snapshots and stashes of a verification step start with, a layer's number left out."""
-    return tuple(state.name for state in state_plans(config) if state.name not in ("recurrent_state", "conv_state"))
+    return tuple(state.name for state in state_plans(config) if state.name not in _RESIDENT)
 
 
 def rope_names(count: int) -> tuple[str, ...]:
@@ -163,8 +165,8 @@ def _declared(config: LLMEngineConfig) -> Iterator[str]:
     yield from rope_names(len(config.ropes))
     for layer in range(len(config.layers)):
         yield from kv_names(layer)
-    intermediate = intermediate_names(config)
+    states, intermediate = state_names(config), intermediate_names(config)
     for layer in range(config.num_recurrent_layers):
-        yield from state_names(layer)
+        yield from (f"{prefix}{name}_{layer}" for name in states for prefix in STATE_PREFIXES)
         yield from (f"{name}_{layer}" for name in intermediate)
     yield from (f"{DEEPSTACK_EMBEDS}_{feature}" for feature in range(config.num_deepstack_features))

@@ -12,6 +12,7 @@ from numba_kv.bindings.names import (
     DEEPSTACK_EMBEDS,
     KV_PAGE_TABLE,
     KV_SLOT_MAPPING,
+    STATE_PREFIXES,
     SWA_KV_CACHE_MODE,
     ZERO_BUFFER,
     intermediate_names,
@@ -55,14 +56,15 @@ def bind_kv(manager: HybridCacheManager, layers: Sequence[int] | None = None) ->
 def bind_states(manager: HybridCacheManager) -> dict[str, Tensor]:
     """Return the states of each recurrent layer under their names, and what a verification step keeps, if there is any.
 
-    States: [slots, H, D, S] and [slots, C, columns], before and after a step the same memory, found by ``state_indices``.
+    States: [slots, H, D, S] and [slots, C, columns], of convolutions alone the latter; before and after a step the same memory,
+    found by ``state_indices``.
     Snapshots and stashes: [T, ...], where T are the rows x tokens of the last `reshape_intermediate_states`.
     """
     states = manager.mamba_cache
     found: dict[str, Tensor] = {}
     for layer in range(states.num_layers):
-        recurrent, conv = states.recurrent_state(layer), states.conv_state(layer)
-        found.update(zip(state_names(layer), (recurrent, recurrent, conv, conv), strict=True))
+        for name in state_names(manager.plan.config):
+            found.update(dict.fromkeys((f"{prefix}{name}_{layer}" for prefix in STATE_PREFIXES), states.state(name, layer)))
         for name in intermediate_names(manager.plan.config):
             kept = states.state(name, layer)
             memory, shape = kept._memory, (kept.shape[0] * kept.shape[1], *kept.shape[2:])

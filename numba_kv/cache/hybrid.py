@@ -117,7 +117,7 @@ class HybridCacheManager:
         return self.kv_cache.storage(self.attention_index(layer))
 
     def recurrent_state(self, layer: int) -> Tensor:
-        """Return the recurrent states of a layer by slot: [B, H, D, S]. Raises as `recurrent_index`."""
+        """Return the recurrent states of a layer by slot: [B, H, D, S]. Raises as `recurrent_index`, if there are none too."""
         return self.mamba_cache.recurrent_state(self.recurrent_index(layer))
 
     def conv_state(self, layer: int) -> Tensor:

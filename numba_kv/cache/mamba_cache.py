@@ -30,6 +30,8 @@ __all__ = ["MambaCacheManager"]
 class MambaCacheManager(StateVerification):
     """Recurrent and convolution states, and what a verification step keeps to commit from. Zeroed at construction.
 
+    Layers that are convolutions alone (`ShortConvLayer`) have no recurrent states, and no arrays of them.
+
     Symbols: B slots and rows (`max_batch_size`), H heads, D head size, S state size, C channels, V tokens of a verification
     step. A model without recurrent layers has an empty one: every call on all states does nothing.
 
@@ -87,7 +89,7 @@ class MambaCacheManager(StateVerification):
         Raises
         ------
         InputError
-            If there is no such layer.
+            If there is no such layer, or layers are convolutions alone.
         StateError
             After `close`.
         """
@@ -116,6 +118,8 @@ class MambaCacheManager(StateVerification):
             known = f"one of the {self.num_layers} recurrent layers" if self._slabs else "a recurrent layer; there are none"
             raise InputError(f"layer: {layer!r} is not {known}")
         slab = self._slabs.get(name)
+        if slab is None and name == "recurrent_state":
+            raise InputError("recurrent_state: the recurrent layers are convolutions alone; conv_state is all that they keep")
         if slab is None:
             raise InputError(f"name: {name!r} is not one of {', '.join(self._slabs)}")
         if name in ("recurrent_state", "conv_state"):
@@ -170,7 +174,7 @@ class MambaCacheManager(StateVerification):
         InputError
             If there is no such slot, a slot is a target twice, or a target is a source too; nothing was copied.
 
-        Stream: enqueues a copy of the pairs and two kernels.
+        Stream: enqueues a copy of the pairs and a kernel for each pool.
         """
         with self.guard:
             try:
@@ -199,7 +203,7 @@ class MambaCacheManager(StateVerification):
         CapacityError
             If the device has not enough memory.
 
-        Stream: enqueues two kernels. Cost: allocates the bytes of one slot.
+        Stream: enqueues a kernel for each pool. Cost: allocates the bytes of one slot.
         """
         with self.guard:
             number = self.checked_slot("slot", slot)
@@ -214,7 +218,7 @@ class MambaCacheManager(StateVerification):
             Which.
         recurrent : sequence of array [1, H, D, S]
             One a layer, of the states' element type, on the device: ``capture_slot(s).recurrent``, or arrays of other
-            libraries. Layers beyond its end become zero.
+            libraries. Layers beyond its end become zero. Empty for convolutions alone.
         conv : sequence of array [1, C, columns]
             The same for convolution states.
 
@@ -258,7 +262,7 @@ class MambaCacheManager(StateVerification):
         StateError
             If there are no recurrent layers.
 
-        Stream: enqueues two kernels.
+        Stream: enqueues a kernel for each pool.
         """
         with self.guard:
             number = self.checked_slot("slot", slot)

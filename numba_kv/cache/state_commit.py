@@ -224,18 +224,19 @@ class StateCommits:
 
     def _bind_launches(self) -> list[tuple[Launch, int]]:
         """Return what moves states once the rows are checked, and the items of each for a row."""
-        config, found = self._config, []
-        if config.recurrent_spec_verify_mode == "snapshot":
-            found.append(self._scatter("recurrent_state", "intermediate_recurrent_state"))
-        elif isinstance(config.recurrent_layer, Mamba2Layer):
-            found.append(self._replay_mamba(config.recurrent_layer))
-        else:
-            found.append(self._replay_delta_net())
-        if config.has_conv_snapshots:
+        found = [self._bind_recurrent()] if "recurrent_state" in self._slabs else []
+        if self._config.has_conv_snapshots:
             found.append(self._scatter("conv_state", "intermediate_conv_state"))
         elif self._slabs["conv_state"].plan.shape[2:][1]:
             found.append(self._shift())
         return found
+
+    def _bind_recurrent(self) -> tuple[Launch, int]:
+        if self._config.recurrent_spec_verify_mode == "snapshot":
+            return self._scatter("recurrent_state", "intermediate_recurrent_state")
+        if isinstance(self._config.recurrent_layer, Mamba2Layer):
+            return self._replay_mamba(self._config.recurrent_layer)
+        return self._replay_delta_net()
 
     def _scatter(self, pool_name: str, snapshot_name: str) -> tuple[Launch, int]:
         pool, snapshots = self._slabs[pool_name], self._slabs[snapshot_name]

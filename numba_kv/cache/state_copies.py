@@ -46,9 +46,9 @@ class SlotState:
     Attributes
     ----------
     recurrent : tuple of Tensor [1, H, D, S]
-        One a recurrent layer.
+        One a recurrent layer; none if the layers are convolutions alone.
     conv : tuple of Tensor [1, C, columns]
-        The same for the convolution.
+        One a recurrent layer.
     """
 
     recurrent: tuple[Tensor, ...]
@@ -61,31 +61,35 @@ class SlotState:
 
     def close(self) -> None:
         """Give the memory back; a second call does nothing. Stream: after the work enqueued so far."""
-        self.recurrent[0]._memory.close(self.recurrent[0].device.stream)
+        self.conv[0]._memory.close(self.conv[0].device.stream)
 
 
 class StateCopies:
-    """Works on slots of the two pools of states. Borrows them; owns its list of pairs, made on first use."""
+    """Works on slots of the pools of states: two, or that of convolutions alone. Borrows them; owns its list of pairs.
+
+    The list is made on first use.
+    """
 
     def __init__(self, device: Device, slabs: dict[str, StateSlab]) -> None:
         self._device = device
-        self._pools = {name: slabs[name] for name in _KINDS}
-        self._layers, self._slots = slabs[_KINDS[0]].plan.shape[:2]
-        sizes = [slab.slot_nbytes for slab in self._pools.values()]
+        self._pools = {name: slabs[name] for name in _KINDS if name in slabs}
+        conv = slabs["conv_state"]
+        recurrent = slabs.get("recurrent_state", conv)  # stands for none: it has no parts then
+        self._layers, self._slots = conv.plan.shape[:2]
+        sizes = [slabs[name].slot_nbytes if name in slabs else 0 for name in _KINDS]
         self._unit = WORD if all(size % WORD == 0 for size in sizes) else HALF
-        recurrent, conv = (self._pools[name].plan for name in _KINDS)
         parts = [ceil_div(size, PART_NBYTES) for size in sizes]
         self._parts = sum(parts)
         self._clear_values: dict[str, Tensor | int] = {
-            "recurrent": self._pools[_KINDS[0]].flat(self._unit),
-            "conv": self._pools[_KINDS[1]].flat(self._unit),
+            "recurrent": recurrent.flat(self._unit),
+            "conv": conv.flat(self._unit),
             "layers": self._layers,
             "part_size": PART_NBYTES // self._unit,
             "recurrent_size": sizes[0] // self._unit,
-            "recurrent_layer": recurrent.layer_nbytes // self._unit,
+            "recurrent_layer": recurrent.plan.layer_nbytes // self._unit,
             "recurrent_parts": parts[0],
             "conv_size": sizes[1] // self._unit,
-            "conv_layer": conv.layer_nbytes // self._unit,
+            "conv_layer": conv.plan.layer_nbytes // self._unit,
             "parts": self._parts,
         }
         self._clear: Launch | None = None
@@ -169,24 +173,25 @@ class StateCopies:
         except BaseException:
             memory.close(self._device.stream)
             raise
-        found, at = [], 0
-        for pool in self._pools.values():
+        found: dict[str, tuple[Tensor, ...]] = {}
+        at = 0
+        for name, pool in self._pools.items():
             stride = round_up(pool.slot_nbytes, WORD)
             kind, shape = dtype(pool.plan.dtype), (1, *pool.plan.shape[2:])
             places = range(at, at + self._layers * stride, stride)
-            found.append(tuple(Tensor(memory, self._device, kind, shape, offset_nbytes=place) for place in places))
+            found[name] = tuple(Tensor(memory, self._device, kind, shape, offset_nbytes=place) for place in places)
             at += self._layers * stride
-        return SlotState(*found)
+        return SlotState(found.get("recurrent_state", ()), found["conv_state"])
 
     def restore(self, slot: int, recurrent: Sequence[Any], conv: Sequence[Any]) -> None:
         """Set a slot; see `MambaCacheManager.restore_slot`."""
         given = {
-            name: self._checked(name.removesuffix("_state"), pool, arrays)
-            for (name, pool), arrays in zip(self._pools.items(), (recurrent, conv), strict=True)
+            name: self._checked(name.removesuffix("_state"), self._pools.get(name), arrays)
+            for name, arrays in zip(_KINDS, (recurrent, conv), strict=True)
         }
         launches: list[tuple[Launch, int]] = []  # all bound before the first one runs
-        for name, tensors in given.items():
-            pool, done = self._pools[name], 0
+        for name, pool in self._pools.items():
+            tensors, done = given[name], 0
             while done < len(tensors):
                 stride, run = _run_of(tensors[done:])
                 source = unowned(tensors[done]) if run == 1 else _spanning(tensors[done], stride, run)
@@ -194,7 +199,7 @@ class StateCopies:
                 target = to, pool.plan.layer_nbytes, self._slots
                 launches.append(self._bind(pool, target, (source, stride, 1), run, to_slot=slot))
                 done += run
-        if any(len(tensors) < self._layers for tensors in given.values()):
+        if any(len(given[name]) < self._layers for name in self._pools):
             self.clear(slot, 1)
         for launch, items in launches:
             launch(items, self._device.stream)
@@ -209,12 +214,16 @@ class StateCopies:
             staging.close()
             on_device._memory.close(self._device.stream)
 
-    def _checked(self, name: str, pool: StateSlab, arrays: Sequence[Any]) -> list[Tensor]:
+    def _checked(self, name: str, pool: StateSlab | None, arrays: Sequence[Any]) -> list[Tensor]:
         """Return the arrays of one kind of state as tensors."""
         try:
             listed = list(arrays)
         except TypeError:
             raise InputError(f"{name}: {arrays!r} is not a sequence of arrays, one a layer") from None
+        if pool is None:
+            if listed:
+                raise InputError(f"{name}: {len(listed)} arrays given, but the layers are convolutions alone; () is wanted")
+            return []
         if len(listed) > self._layers:
             raise InputError(f"{name}: {len(listed)} arrays given for {self._layers} recurrent layers")
         kind, shape = dtype(pool.plan.dtype), (1, *pool.plan.shape[2:])

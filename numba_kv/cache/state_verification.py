@@ -22,10 +22,16 @@ class StateVerification(Unique):
     _commits: StateCommits
 
     @property
-    def has_intermediate_recurrent_states(self) -> bool:
-        """Whether a verification step keeps what a commit of recurrent states needs: snapshots or inputs."""
+    def has_commits(self) -> bool:
+        """Whether there are states to commit after a verification step."""
         config = self.plan.config
         return config.recurrent_layer is not None and config.max_verify_tokens > 0
+
+    @property
+    def has_intermediate_recurrent_states(self) -> bool:
+        """Whether a verification step keeps what a commit of recurrent states needs: snapshots or inputs."""
+        layer = self.plan.config.recurrent_layer
+        return self.has_commits and layer is not None and layer.has_state
 
     @property
     def has_intermediate_conv_states(self) -> bool:
@@ -97,7 +103,7 @@ class StateVerification(Unique):
         What only the device knows is refused there, row by row: see `commit_refusals`. Rows that accept nothing keep their
         states, bit by bit; so do those that are refused, except that convolution states with room for drafts still hold them.
 
-        Stream: enqueues three kernels. Cost: no allocation.
+        Stream: enqueues `commit_launches` kernels, three at most. Cost: no allocation.
         """
         self._commits.commit(accept_len, state_index, None, stream)
 

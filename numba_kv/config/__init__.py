@@ -9,7 +9,7 @@ from numba_kv.config.layers import AttentionLayer, check_donors
 from numba_kv.config.load import load_engine_config
 from numba_kv.config.load_deployment import load_deployment_config
 from numba_kv.config.lora_target import LoRATarget
-from numba_kv.config.recurrent import GatedDeltaNetLayer, Mamba1Layer, Mamba2Layer, RecurrentLayer
+from numba_kv.config.recurrent import GatedDeltaNetLayer, Mamba1Layer, Mamba2Layer, RecurrentLayer, ShortConvLayer
 from numba_kv.config.rope import RopeConfig
 from numba_kv.geometry import FULL, Window
 
@@ -25,6 +25,7 @@ __all__ = [
     "Mamba2Layer",
     "RecurrentLayer",
     "RopeConfig",
+    "ShortConvLayer",
     "SpecDecodeConfig",
     "Window",
     "check_donors",

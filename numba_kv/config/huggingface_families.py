@@ -13,6 +13,7 @@ from numba_kv.config.read import INT64_MAX, Reader, words
 
 __all__ = [
     "CHUNKED",
+    "DOUBLED",
     "FULL",
     "SLIDING",
     "FAMILIES",
@@ -152,7 +153,10 @@ HEAD_DIMS: Mapping[str, int] = {
     "gpt_oss": 64,
 }
 
-#: Older families' names of keys.
+#: Families whose attention reads the embeddings beside the hidden states: heads share twice the channels.
+DOUBLED = frozenset({"zamba2"})
+
+#: Families' own names of keys, mostly older ones'.
 KEY_ALIASES: Mapping[str, Mapping[str, str]] = {
     **dict.fromkeys(
         words("gpt2 gpt_bigcode gptj codegen"),
@@ -164,6 +168,7 @@ KEY_ALIASES: Mapping[str, Mapping[str, str]] = {
         },
     ),
     "bloom": {"num_hidden_layers": "n_layer", "num_attention_heads": "n_head", "hidden_size": "n_embed"},
+    "zamba2": {"head_dim": "attention_head_dim"},
 }
 
 #: Families that add positions to the embeddings or the scores instead of rotating.
@@ -201,6 +206,7 @@ NESTED_DEFAULTS: Mapping[str, Mapping[str, object]] = {
     "gemma3": _defaults(26, 2304, 8, 4, 131072, 262208, sliding_window=4096, **_TWO_THETAS),
     "gemma3n": _defaults(35, 2048, 8, 2, 32768, 262400, sliding_window=512, num_kv_shared_layers=15, **_TWO_THETAS),
     "llama4": _defaults(48, 5120, 40, 8, 131072, 202048, attention_chunk_size=8192, rope_theta=5e5),
+    "lfm2": _defaults(32, 2560, 32, 8, 128000, 65536, conv_L_cache=3, rope_theta=1e6),
     "qwen2": _defaults(32, 4096, 32, 32, 32768, 151936, sliding_window=4096),
     "qwen3": _defaults(32, 4096, 32, 32, 32768, 151936, sliding_window=4096),
     "qwen3_5": _defaults(

@@ -6,7 +6,7 @@ Knows the keys of a layer and what may be ambiguous about them. What a family me
 
 from __future__ import annotations
 
-from numba_kv.config.huggingface_families import FAMILIES, HEAD_DIMS, MAX_LAYERS, Kind, periodic_kinds
+from numba_kv.config.huggingface_families import DOUBLED, FAMILIES, HEAD_DIMS, MAX_LAYERS, Kind, periodic_kinds
 from numba_kv.config.huggingface_per_layer import PER_LAYER, layer_readers
 from numba_kv.config.layers import AttentionLayer
 from numba_kv.config.read import INT64_MAX, Reader, show, words
@@ -72,14 +72,16 @@ def _kinds(reader: Reader, family: str, count: int) -> tuple[Kind, ...]:
 
 
 def _head_dim(reader: Reader, family: str, heads: int) -> int:
-    for key in ("head_dim", "kv_channels"):
+    for key in ("head_dim",) if family in DOUBLED else ("head_dim", "kv_channels"):  # which is half of it there
         if reader.has(key):
             return reader.integer(key, 1)
     if "head_dim" not in reader.values and family in HEAD_DIMS:
         return HEAD_DIMS[family]
-    hidden = reader.integer("hidden_size", 1)
+    hidden, name = reader.integer("hidden_size", 1), "hidden_size"
+    if family in DOUBLED:
+        hidden, name = 2 * hidden, "twice hidden_size"
     if hidden % heads:
-        raise reader.error("head_dim", f"missing, and hidden_size {hidden} is not a multiple of num_attention_heads {heads}")
+        raise reader.error("head_dim", f"missing, and {name} {hidden} is not a multiple of num_attention_heads {heads}")
     for key in _OTHER_HEAD_DIM_KEYS:
         if reader.has(key) and reader.get(key) != hidden // heads:
             raise reader.error(

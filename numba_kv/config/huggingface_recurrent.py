@@ -12,7 +12,14 @@ from dataclasses import dataclass
 from numba_kv.config.huggingface_families import MAX_LAYERS
 from numba_kv.config.limits import Limits
 from numba_kv.config.read import Reader, words
-from numba_kv.config.recurrent import GatedDeltaNetLayer, Mamba1Layer, Mamba2Layer, RecurrentLayer, check_state_dtype
+from numba_kv.config.recurrent import (
+    GatedDeltaNetLayer,
+    Mamba1Layer,
+    Mamba2Layer,
+    RecurrentLayer,
+    ShortConvLayer,
+    check_state_dtype,
+)
 
 __all__ = ["RECURRENT_FAMILIES", "Hybrid", "read_hybrid"]
 
@@ -23,6 +30,7 @@ _NAMES = {
     "linear_attention": _RECURRENT,
     "mamba": _RECURRENT,
     "mamba2": _RECURRENT,
+    "conv": _RECURRENT,
     "hybrid": _BOTH,
     "mlp": _NONE,
     "moe": _NONE,
@@ -115,6 +123,34 @@ def _last_of_few(reader: Reader) -> Types:
     return tuple(_RECURRENT if (index + 1) % period else _ATTENTION for index in range(_count(reader)))
 
 
+def _every_fourth_and_one(reader: Reader) -> Types:
+    """OLMo Hybrid: attention in every fourth layer, and in the last one of a model that has no fourth."""
+    if reader.has("layer_types"):
+        return _listed(reader, "layer_types", _TWO)
+    count = _count(reader)
+    places = range(3, count, 4) or (count - 1,)
+    return tuple(_ATTENTION if index in places else _RECURRENT for index in range(count))
+
+
+def _convolutions(reader: Reader) -> Types:
+    """LFM2: listed by kind, or by where attention is, which then is everywhere unless that is stated."""
+    if reader.has("layer_types"):
+        return _listed_convolutions(reader)
+    count, key = _count(reader), "full_attn_idxs"
+    chosen = reader.integers(key, 0, count - 1) if reader.has(key) else range(count)
+    return tuple(_ATTENTION if index in chosen else _RECURRENT for index in range(count))
+
+
+def _listed_convolutions(reader: Reader) -> Types:
+    return _listed(reader, "layer_types", ("conv", "full_attention"))
+
+
+def _states_in_every_layer(reader: Reader) -> Types:
+    """Zamba2: every layer has a state, and those called hybrid have attention besides."""
+    key = "layers_block_type" if reader.has("layers_block_type") or not reader.has("layer_types") else "layer_types"
+    return _listed(reader, key, ("mamba", "linear_attention", "hybrid"))
+
+
 def _listed_or_recurrent(reader: Reader) -> Types:
     for key in ("layer_types", "layers_block_type"):
         if reader.has(key):
@@ -161,8 +197,9 @@ def _mamba2(
     inner: str = "",
     expand: str = "",
     aliases: Mapping[str, str] | None = None,
+    derives: bool = False,
 ) -> Callable[[Reader, dict[str, str]], RecurrentLayer]:
-    """Return what reads a Mamba-2 layer from keys of these names."""
+    """Return what reads a Mamba-2 layer from keys of these names; with `derives`, a missing size of heads follows."""
 
     def read(reader: Reader, dtypes: dict[str, str]) -> RecurrentLayer:
         values = dict(reader.values)
@@ -176,7 +213,8 @@ def _mamba2(
             channels = reader.integer(inner, 1)
         elif expand and reader.has(expand):
             channels = reader.integer(expand, 1) * reader.integer("hidden_size", 1)
-        if reader.get(dim) == "auto" and channels is not None and channels % num_heads == 0:
+        is_open = reader.get(dim) == "auto" or (derives and not reader.has(dim))
+        if is_open and channels is not None and channels % num_heads == 0:
             head_dim = channels // num_heads
         else:
             head_dim = reader.integer(dim, 1)
@@ -198,9 +236,7 @@ def _mamba2(
     return read
 
 
-def _mamba1(
-    expand: str, state: str, kernel: str, *, inner: str = ""
-) -> Callable[[Reader, dict[str, str]], RecurrentLayer]:
+def _mamba1(expand: str, state: str, kernel: str, *, inner: str = "") -> Callable[[Reader, dict[str, str]], RecurrentLayer]:
     """Return what reads a Mamba-1 layer from keys of these names."""
 
     def read(reader: Reader, dtypes: dict[str, str]) -> RecurrentLayer:
@@ -236,6 +272,14 @@ def _gated_delta_net(reader: Reader, dtypes: dict[str, str]) -> RecurrentLayer:
     )
 
 
+def _short_conv(reader: Reader, dtypes: dict[str, str]) -> RecurrentLayer:
+    return ShortConvLayer(
+        conv_dim=reader.integer("hidden_size", 1),
+        conv_kernel=reader.integer("conv_L_cache", 1),
+        conv_state_dtype=dtypes["conv_state_dtype"],
+    )
+
+
 def _channels(reader: Reader, key: str, channels: int) -> int:
     """Return a product of sizes if it is a number of channels that memory can have."""
     if channels > 2**31 - 1:
@@ -261,6 +305,15 @@ _NEMOTRON_H = _mamba2(
     "conv_kernel",
     aliases={"n_groups": "mamba_n_groups", "conv_kernel": "mamba_d_conv"},
 )
+_ZAMBA2 = _mamba2(
+    "n_mamba_heads",
+    "mamba_headdim",
+    "mamba_d_state",
+    "mamba_ngroups",
+    "mamba_d_conv",
+    expand="mamba_expand",
+    derives=True,
+)
 _MAMBA2 = _mamba2("num_heads", "head_dim", "state_size", "n_groups", "conv_kernel", expand="expand")
 
 #: Family -> how it lists its layers, and how it states the sizes of the recurrent ones.
@@ -270,7 +323,11 @@ RECURRENT_FAMILIES: Mapping[str, tuple[Callable[[Reader], Types], Callable[[Read
     "falcon_h1": (_both_in_every_layer, _FALCON_H1),
     "granitemoehybrid": (_listed_or_recurrent, _BAMBA),
     "jamba": (_attention_at_offset, _mamba1("mamba_expand", "mamba_d_state", "mamba_d_conv")),
+    "lfm2": (_convolutions, _short_conv),
+    "lfm2_moe": (_listed_convolutions, _short_conv),
     "mamba": (_every_layer, _mamba1("expand", "state_size", "conv_kernel", inner="intermediate_size")),
     "mamba2": (_every_layer, _MAMBA2),
     "nemotron_h": (_blocks, _NEMOTRON_H),
+    "olmo_hybrid": (_every_fourth_and_one, _gated_delta_net),
+    "zamba2": (_states_in_every_layer, _ZAMBA2),
 }

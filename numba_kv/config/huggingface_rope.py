@@ -40,6 +40,8 @@ def read_ropes(reader: Reader, family: str, positions: int) -> tuple[RopeConfig,
         or reader.get("position_embedding_type") in ("alibi", "nope", "absolute")
         or reader.get("alibi") is True
         or (family == "granitemoehybrid" and reader.get("position_embedding_type") != "rope")
+        or (family == "zamba2" and not reader.boolean("use_mem_rope", False))
+        or (family == "olmo_hybrid" and _states_no_theta(reader))
     ):
         return ()
     sliding_dim, full_dim = head_dims(reader, family)
@@ -67,6 +69,14 @@ def read_ropes(reader: Reader, family: str, positions: int) -> tuple[RopeConfig,
         max_position_embeddings=positions,
     )
     return _distinct([local, full])
+
+
+def _states_no_theta(reader: Reader) -> bool:
+    """Return whether rotation is switched off by a base that is stated to be null."""
+    if not reader.has("rope_parameters"):
+        return False
+    values = reader.section("rope_parameters").values
+    return "rope_theta" in values and values["rope_theta"] is None
 
 
 def _distinct(ropes: list[RopeConfig]) -> tuple[RopeConfig, ...]:

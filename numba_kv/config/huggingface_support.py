@@ -13,8 +13,8 @@ __all__ = ["RECURRENT_LAYER_TYPES", "refuse_unsupported"]
 
 _RECURRENT_FAMILIES = frozenset(
     words(
-        """bailing_moe_linear falcon_mamba hymba kimi_linear lfm2 lfm2_moe minimax minimax_m1 minimax_text_01 olmo_hybrid
-        phi4flash plamo2 recurrent_gemma rwkv xlstm zamba zamba2"""
+        """bailing_moe_linear falcon_mamba hymba kimi_linear minimax minimax_m1 minimax_text_01 phi4flash plamo2 recurrent_gemma
+        rwkv xlstm zamba"""
     )
 )
 _RECURRENT_KEYS = (

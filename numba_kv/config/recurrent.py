@@ -1,7 +1,7 @@
 """Recurrent layers: what one sequence keeps in them, whatever its length.
 
-Knows three kinds: Mamba-1 and Mamba-2 (selective state spaces) and the gated delta net. Each has a state that every token
-updates, and the last inputs of a short causal convolution. ::
+Knows four kinds: Mamba-1 and Mamba-2 (selective state spaces) and the gated delta net, each with a state that every token
+updates and the last inputs of a short causal convolution, and the convolution alone. ::
 
     state          [H, D, S]     H heads of D x S numbers
     convolution    [C, columns]  the last inputs of C channels, newest last; a token reads conv_kernel - 1 of them
@@ -11,7 +11,7 @@ Does not know files or memory.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from numba_kv.config.read import show
 from numba_kv.dtypes import DType, dtype
@@ -26,6 +26,7 @@ __all__ = [
     "Mamba1Layer",
     "Mamba2Layer",
     "RecurrentLayer",
+    "ShortConvLayer",
     "check_layer_types",
     "check_state_dtype",
 ]
@@ -85,13 +86,19 @@ class RecurrentLayer:
 
     def __post_init__(self) -> None:
         if type(self) is RecurrentLayer:
-            raise ConfigError("RecurrentLayer: make a Mamba1Layer, a Mamba2Layer or a GatedDeltaNetLayer")
-        for name in ("num_heads", "head_dim", "state_size", "conv_dim", "conv_kernel", *self.own_counts):
+            raise ConfigError("RecurrentLayer: make a Mamba1Layer, a Mamba2Layer, a GatedDeltaNetLayer or a ShortConvLayer")
+        of_state = ("num_heads", "head_dim", "state_size") if self.has_state else ()
+        for name in (*of_state, "conv_dim", "conv_kernel", *self.own_counts):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= INT32_MAX:
                 raise ConfigError(f"{name}: {show(value)} is not an integer from 1 to {INT32_MAX}")
         for name in ("recurrent_state_dtype", "conv_state_dtype"):
             object.__setattr__(self, name, check_state_dtype(name, getattr(self, name)))
+
+    @property
+    def has_state(self) -> bool:
+        """Whether there is a state beside the convolution."""
+        return True
 
     @property
     def own_counts(self) -> tuple[str, ...]:
@@ -105,7 +112,7 @@ class RecurrentLayer:
 
     @property
     def state_shape(self) -> tuple[int, int, int]:
-        """Shape of one sequence's state: [H, D, S]."""
+        """Shape of one sequence's state: [H, D, S], zeros if there is none."""
         return self.num_heads, self.head_dim, self.state_size
 
     def conv_shape(self, room: int = 1) -> tuple[int, int]:
@@ -180,6 +187,21 @@ class GatedDeltaNetLayer(RecurrentLayer):
     def can_replay(self) -> bool:
         """Whether accepted tokens can be replayed from a stash of their inputs."""
         return True
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShortConvLayer(RecurrentLayer):
+    """A convolution alone: what the next token reads of a sequence is its last inputs, and nothing else."""
+
+    num_heads: int = field(default=0, init=False, repr=False)
+    head_dim: int = field(default=0, init=False, repr=False)
+    state_size: int = field(default=0, init=False, repr=False)
+    recurrent_state_dtype: str = field(default="float32", init=False, repr=False)
+
+    @property
+    def has_state(self) -> bool:
+        """Whether there is a state beside the convolution."""
+        return False
 
 
 def check_layer_types(types: object, attention_layers: int, recurrent: RecurrentLayer | None) -> None:

@@ -2,7 +2,7 @@
 
 Every array is one slab: a layer's part starts at a multiple of 256 bytes. ::
 
-    recurrent_state               [layers, slots, H, D, S]           state of each resident slot
+    recurrent_state               [layers, slots, H, D, S]           state of each resident slot, where layers have one
     conv_state                    [layers, slots, C, columns]
     intermediate_recurrent_state  [layers, B, V, H, D, S]            V = max_verify_tokens; snapshot mode
     intermediate_conv_state       [layers, B, V, C, columns]         unless drafts have room in conv_state
@@ -71,14 +71,13 @@ def state_plans(config: LLMEngineConfig) -> tuple[StatePlan, ...]:
     rows, verify = config.max_batch_size, config.max_verify_tokens
     state, conv = layer.state_shape, layer.conv_shape(config.conv_state_room)
     heads, dim, size = state
-    found = [
-        StatePlan("recurrent_state", (layers, rows, *state), layer.recurrent_state_dtype),
-        StatePlan("conv_state", (layers, rows, *conv), layer.conv_state_dtype),
-    ]
+    found = [StatePlan("conv_state", (layers, rows, *conv), layer.conv_state_dtype)]
+    if layer.has_state:
+        found.insert(0, StatePlan("recurrent_state", (layers, rows, *state), layer.recurrent_state_dtype))
     head = (layers, rows, verify)
     if config.has_conv_snapshots:
         found.append(StatePlan("intermediate_conv_state", (*head, *conv), layer.conv_state_dtype))
-    if verify and config.recurrent_spec_verify_mode == "snapshot":
+    if verify and layer.has_state and config.recurrent_spec_verify_mode == "snapshot":
         found.append(StatePlan("intermediate_recurrent_state", (*head, *state), layer.recurrent_state_dtype))
     elif verify and isinstance(layer, Mamba2Layer):
         found += [

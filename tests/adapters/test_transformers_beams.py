@@ -46,7 +46,7 @@ def test_beam_search(name: str, pads: tuple[int, ...], target: str) -> None:
         assert len(cache.stored_tokens) == 3 * len(pads)
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3_5", "falcon_h1"])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3_5", "falcon_h1", "lfm2"])
 def test_any_order_of_rows(name: str, target: str) -> None:
     """Every kind of reordering between steps: permutations, repeats, rows without a child, fewer rows and more."""
     if target == "sim" and name != "gemma3":

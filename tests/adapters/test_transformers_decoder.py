@@ -28,7 +28,9 @@ def forwards(model: Any) -> tuple[list[int], Any]:
     return calls, model.register_forward_pre_hook(lambda *_: calls.append(1)).remove
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2", "gemma3", "gemma4", "gpt_oss", "llama4", "qwen3_5", "bamba", "falcon_h1"])
+@pytest.mark.parametrize(
+    "name", ["llama", "gemma2", "gemma3", "gemma4", "gpt_oss", "llama4", "qwen3_5", "bamba", "falcon_h1", "lfm2"]
+)
 def test_the_same_tokens(name: str, target: str) -> None:
     model, inputs = tiny(name, target), prompt(PADDED[0], target, PADDED[1])
     if name == "gpt_oss":  # what it does by itself copies from the host, but for bfloat16

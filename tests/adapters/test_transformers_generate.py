@@ -73,7 +73,9 @@ def test_any_page_size_and_reach(page_tokens: int, reach: int, target: str, step
 @pytest.mark.parametrize("reach", [0, 7])
 @pytest.mark.parametrize("chunk", [1, 6, 7])
 @pytest.mark.parametrize("shape", [LONG, PADDED], ids=["long", "padded"])
-@pytest.mark.parametrize("name", ["llama", "gemma3", "llama4", "deepseek_v3", "mimo_v2_flash", "qwen3_next", "falcon_h1"])
+@pytest.mark.parametrize(
+    "name", ["llama", "gemma3", "llama4", "deepseek_v3", "mimo_v2_flash", "qwen3_next", "falcon_h1", "lfm2"]
+)
 def test_a_prompt_in_chunks(
     name: str, shape: tuple[int, tuple[int, ...]], chunk: int, reach: int, target: str, steps: int
 ) -> None:

@@ -16,7 +16,7 @@ from numba_kv.errors import CapacityError, InputError, ShapeError, StateError
 from numba_kv.plan import plan_memory
 from tests.helpers.configs import edgellm, per_layer
 from tests.helpers.models import chunked, tiny_config
-from tests.helpers.states import mamba2, recurrent_config
+from tests.helpers.states import mamba2, recurrent_config, short_conv
 
 MIXED = tiny_config(None, 8, max_batch_size=3)
 
@@ -135,6 +135,21 @@ def test_states_are_bound_where_they_are() -> None:
         kv.bind(resources, view, into=tensors)
         assert tensors["intermediate_conv_state_1"].shape[0] == 2 * rows
         assert tensors.changes_since(tensors.snapshot()) == ()
+
+
+def test_of_convolutions_alone_only_what_there_is_is_bound() -> None:
+    config = recurrent_config(short_conv(), 2, max_verify_tokens=3)
+    with running(config) as (batch, view):
+        manager, tensors = batch.resources.cache_managers[0], kv.bind(batch.resources, view)
+        assert not [name for name in tensors if "recurrent_state" in name]
+        for place, layer in enumerate((0, 2)):
+            bound = tensors[f"conv_state_{place}"]
+            assert bound is tensors[f"present_conv_state_{place}"]
+            assert (bound.address, bound.shape) == (manager.conv_state(layer).address, (4, 6, 3))
+            assert tensors[f"intermediate_conv_state_{place}"].shape == (12, 6, 3)
+        assert "state_indices" in tensors
+        declared = [name for name in binding_names(config) if "_state_" in name]
+        assert tensors.missing(declared) == ()
 
 
 def test_a_model_without_states_leaves_their_indices_to_the_caller() -> None:

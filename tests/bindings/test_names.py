@@ -12,7 +12,7 @@ from numba_kv.bindings import Rebind, binding_names, rebind_rule
 from numba_kv.config.edgellm import prefers_bounded_swa
 from tests.helpers.configs import edgellm, per_layer
 from tests.helpers.models import chunked, tiny_config
-from tests.helpers.states import delta_net, mamba2, recurrent_config
+from tests.helpers.states import delta_net, mamba2, recurrent_config, short_conv
 
 ROPE = {"rope_theta": 1e4, "max_position_embeddings": 256}
 
@@ -63,6 +63,9 @@ STATE_NAMES = ["recurrent_state_{}", "present_recurrent_state_{}", "conv_state_{
         (mamba2(), {}, []),
         (mamba2(), {"max_verify_tokens": 2}, ["intermediate_conv_state_{}", "intermediate_recurrent_state_{}"]),
         (mamba2(), {"max_verify_tokens": 2, "conv_state_room": 2}, ["intermediate_recurrent_state_{}"]),
+        (short_conv(), {}, []),
+        (short_conv(), {"max_verify_tokens": 2}, ["intermediate_conv_state_{}"]),
+        (short_conv(), {"max_verify_tokens": 2, "conv_state_room": 2}, []),
         (
             mamba2(),
             {"max_verify_tokens": 2, "recurrent_spec_verify_mode": "replay"},
@@ -78,7 +81,8 @@ STATE_NAMES = ["recurrent_state_{}", "present_recurrent_state_{}", "conv_state_{
 def test_the_names_of_recurrent_layers(layer: Any, limits: dict[str, Any], kept: list[str]) -> None:
     names = binding_names(recurrent_config(layer, 2, **limits))
     found = [name for name in names if re.fullmatch(r".*_state_\d+", name)]
-    assert found == [form.format(number) for number in range(2) for form in (*STATE_NAMES, *kept)]
+    states = [form for form in STATE_NAMES if layer.has_state or "conv" in form]
+    assert found == [form.format(number) for number in range(2) for form in (*states, *kept)]
     assert [name for name in names if "key_values" in name] == ["past_key_values_0", "present_key_values_0"]
 
 

@@ -154,7 +154,7 @@ def test_pages_of_any_size_are_moved(config: kv.LLMEngineConfig) -> None:
 
 
 HOSTS = {"full": 20_000, "few blocks": 3000, "whole pages": 1 << 16, "windows": 40_000, "small pages": 1 << 16}
-HOSTS |= {"windows alone": 9000, "states": 60_000, "states alone": 1 << 16}
+HOSTS |= {"windows alone": 9000, "states": 60_000, "convolutions": 60_000, "states alone": 1 << 16}
 
 
 @pytest.mark.parametrize("name", MODELS)

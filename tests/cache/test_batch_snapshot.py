@@ -10,7 +10,7 @@ from tests.helpers.batches import everything, mapped, opened, same
 from tests.helpers.kv_model import KVModel, opened_io
 from tests.helpers.kv_pools import same_bits
 from tests.helpers.models import chunked, tiny_config
-from tests.helpers.states import mamba2, recurrent_config
+from tests.helpers.states import kinds_of, mamba2, recurrent_config, short_conv
 
 
 def captured(model: KVModel, sequence: kv.Sequence, start: int, stop: int, place: str = "device") -> kv.KVSnapshot:
@@ -195,13 +195,14 @@ def test_a_row_keeps_its_own_pages_that_ran_ahead() -> None:
         batch.audit()
 
 
+@pytest.mark.parametrize("layer", [mamba2(), short_conv()], ids=lambda layer: type(layer).__name__)
 @pytest.mark.parametrize("place", ["device", "host"])
-def test_recurrent_states_are_captured_too(place: str) -> None:
-    with opened(recurrent_config(mamba2())) as batch:
+def test_recurrent_states_are_captured_too(place: str, layer: kv.RecurrentLayer) -> None:
+    with opened(recurrent_config(layer)) as batch:
         states = batch.resources.cache_managers[0].mamba_cache
         source, other = batch.update(admit=[5, 9])
         batch.step({source: 5})
-        for number, name in enumerate(("recurrent_state", "conv_state"), 3):
+        for number, name in enumerate(kinds_of(states), 3):
             tensor = states.state(name, 0)[source.row]
             tensor.fill_from(np.full(tensor.shape, number).astype(tensor.dtype.numpy()))
         with pytest.raises(kv.RewindTooFar, match="recurrent states cannot go back"):
@@ -211,7 +212,7 @@ def test_recurrent_states_are_captured_too(place: str) -> None:
             batch.restore_kv(other, snapshot)
         assert other.length == 5
         index = batch.step({other: 1}).state_index.to_host()
-        for number, name in enumerate(("recurrent_state", "conv_state"), 3):
+        for number, name in enumerate(kinds_of(states), 3):
             assert (states.state(name, 0)[int(index[other.row])].to_host().astype(np.float32) == number).all()
         batch.audit()
 

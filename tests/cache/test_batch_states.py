@@ -16,15 +16,25 @@ from numba_kv.errors import InputError, InvariantError, RewindTooFar, StateError
 from tests.helpers.batches import opened
 from tests.helpers.kv_pools import same_bits
 from tests.helpers.models import tiny_config
-from tests.helpers.states import delta_net, everything, fill, int32, mamba1, mamba2, recurrent_config
+from tests.helpers.states import (
+    delta_net,
+    everything,
+    fill,
+    int32,
+    kinds_of,
+    mamba1,
+    mamba2,
+    recurrent_config,
+    short_conv,
+)
 
 MODELS = {
     "hybrid": recurrent_config(mamba2()),
     "pure": recurrent_config(mamba2(state_size=8, conv_dim=8, conv_state_dtype="float32"), types=("recurrent",) * 2),
     "side by side": recurrent_config(delta_net(recurrent_state_dtype="bfloat16"), types=("both", "none", "both")),
+    "short": recurrent_config(short_conv()),
     "verifying": recurrent_config(mamba2(), max_verify_tokens=3, conv_state_room=3, max_step_tokens=3),
 }
-STATES = ("recurrent_state", "conv_state")
 
 
 def caches(batch: kv.Batch) -> HybridCacheManager:
@@ -37,26 +47,26 @@ def slots(batch: kv.Batch) -> list[int]:
 
 def marked(states: MambaCacheManager, slot: int, number: float) -> None:
     """Write a number all over a slot."""
-    for name in STATES:
+    for name in kinds_of(states):
         for layer in range(states.num_layers):
             tensor = states.state(name, layer)[slot]
             tensor.fill_from(np.full(tensor.shape, number).astype(tensor.dtype.numpy()))
 
 
 def marks(states: MambaCacheManager, slot: int) -> set[float]:
-    return {float(n) for name in STATES for n in np.unique(everything(states, name)[:, slot].astype(np.float32))}
+    return {float(n) for name in kinds_of(states) for n in np.unique(everything(states, name)[:, slot].astype(np.float32))}
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_new_sequence_finds_zeros_and_others_keep_theirs(name: str) -> None:
     with opened(MODELS[name]) as batch:
         states = caches(batch).mamba_cache
-        before = {kind: fill(states, kind, np.random.default_rng(0)) for kind in STATES}
+        before = {kind: fill(states, kind, np.random.default_rng(0)) for kind in kinds_of(states)}
         assert slots(batch) == [-1] * 4
         first, second = batch.update(admit=[5, 3])
         view = batch.step({first: 5, second: 3})
         assert view.state_index.to_host().tolist() == [0, 1, -1, -1]
-        for kind in STATES:
+        for kind in before:
             before[kind][:, :2] = 0
             assert same_bits(everything(states, kind), before[kind])
         batch.audit()
@@ -136,27 +146,28 @@ def test_a_pure_recurrent_model_runs_like_any_other() -> None:
         batch.audit()
 
 
-def test_a_fork_has_the_states_of_its_parent() -> None:
-    with opened(MODELS["hybrid"]) as batch:
+@pytest.mark.parametrize("name", ["hybrid", "short"])
+def test_a_fork_has_the_states_of_its_parent(name: str) -> None:
+    with opened(MODELS[name]) as batch:
         states = caches(batch).mamba_cache
         parent = batch.admit(num_tokens=5)
         batch.step({parent: 5})
-        before = {kind: fill(states, kind, np.random.default_rng(1)) for kind in STATES}
+        before = {kind: fill(states, kind, np.random.default_rng(1)) for kind in kinds_of(states)}
         children = batch.fork(parent, 2)
         assert [child.length for child in children] == [5, 5]
-        for kind in STATES:
+        for kind in before:
             before[kind][:, [1, 2]] = before[kind][:, [0, 0]]
             assert same_bits(everything(states, kind), before[kind])
         batch.audit()
 
 
 def test_states_are_swapped_with_their_sequence() -> None:
-    for name in ("hybrid", "pure"):
+    for name in ("hybrid", "pure", "short"):
         with opened(MODELS[name]) as batch:
             states = caches(batch).mamba_cache
             made = batch.update(admit=[5, 7, 2])
             batch.step({s: s.pending_tokens for s in made})
-            before = {kind: fill(states, kind, np.random.default_rng(4)) for kind in STATES}
+            before = {kind: fill(states, kind, np.random.default_rng(4)) for kind in kinds_of(states)}
             swapped = batch.swap_out(made[0])
             assert swapped.nbytes >= states.slot_nbytes
             assert slots(batch) == [-1, 1, 2, -1]
@@ -165,7 +176,7 @@ def test_states_are_swapped_with_their_sequence() -> None:
             assert marks(states, 0) == {0}
             back = batch.swap_in(swapped)
             assert (back.length, slots(batch)) == (5, [0, 1, 2, 3])
-            for kind in STATES:
+            for kind in before:
                 before[kind][:, 3] = before[kind][:, 0]
                 before[kind][:, 0] = 0
                 assert same_bits(everything(states, kind), before[kind])
@@ -302,7 +313,7 @@ def test_a_resident_slot_is_cleared_without_its_lengths() -> None:
 class StateMachine(RuleBasedStateMachine):
     """Drives a Batch; a forward pass adds one to each state for every token, from wherever `state_index` says it is."""
 
-    @initialize(name=st.sampled_from(["hybrid", "pure"]))
+    @initialize(name=st.sampled_from(["hybrid", "pure", "short"]))
     def open(self, name: str) -> None:
         self.resources = kv.SharedResources.create_for_llm(MODELS[name])
         self.batch = kv.Batch(self.resources)
@@ -313,6 +324,10 @@ class StateMachine(RuleBasedStateMachine):
     def align(self) -> None:
         self.batch.align_states()
         assert all(slot in (-1, row) for row, slot in enumerate(slots(self.batch)))
+
+    def first(self) -> kv.Tensor:
+        """Return the states of the first layer that are counted in."""
+        return self.states.state(kinds_of(self.states)[0], 0)
 
     def room(self) -> int:
         return self.batch.free_rows
@@ -335,12 +350,12 @@ class StateMachine(RuleBasedStateMachine):
             return
         view = self.batch.step(tokens)
         index, starts = view.state_index.to_host(), view.cu_seqlens_q.to_host()
-        first = self.states.recurrent_state(0)
+        first = self.first()
         for row in range(view.num_rows):
             appended = int(starts[row + 1] - starts[row])
             if index[row] >= 0 and appended:
                 slot = first[int(index[row])]
-                slot.fill_from(slot.to_host() + np.float32(appended))
+                slot.fill_from((slot.to_host() + np.float32(appended)).astype(slot.dtype.numpy()))
         for sequence, count in tokens.items():
             self.counted[sequence] += count
 
@@ -367,7 +382,7 @@ class StateMachine(RuleBasedStateMachine):
         if not hasattr(self, "batch"):
             return
         self.batch.audit()
-        index, found = slots(self.batch), self.states.recurrent_state(0).to_host()
+        index, found = slots(self.batch), self.first().to_host()
         for sequence, count in self.counted.items():
             assert sequence.length == count
             assert (found[index[sequence.row]] == count).all()
@@ -423,11 +438,11 @@ def test_every_byte_of_states_moves(sizes: tuple[int, int]) -> None:
         states = caches(batch).mamba_cache
         made = batch.update(admit=[1] * 6)
         batch.step({s: 1 for s in made})
-        before = {kind: fill(states, kind, np.random.default_rng(1)) for kind in STATES}
+        before = {kind: fill(states, kind, np.random.default_rng(1)) for kind in kinds_of(states)}
         order = [1, 2, 0, 3, 5, 4]
         batch.compact([made[row] for row in order])
         assert batch.align_states() == 5
-        for kind in STATES:
+        for kind in before:
             assert same_bits(everything(states, kind), before[kind][:, order])
         batch.audit()
 

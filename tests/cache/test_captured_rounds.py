@@ -11,7 +11,7 @@ import numba_kv as kv
 from numba_kv.batch import RoundSteps
 from numba_kv.kernels.jit import Kernel
 from tests.helpers.rounds import DEPLOYMENTS, ROWS, RoundModel, opened_rounds
-from tests.helpers.states import everything, int32
+from tests.helpers.states import everything, int32, kinds_of
 
 PROMPTS = (9, 4)
 
@@ -29,9 +29,8 @@ def seen(model: RoundModel) -> dict[str, Any]:
         for g, table in list(enumerate(buffers.page_tables))[1:]:  # of the full group pages run ahead
             found[f"{place} table {g}"] = table.to_host()
     states = batch.resources.cache_managers[0].mamba_cache
-    for name in ("recurrent_state", "conv_state"):
-        if states.num_layers:
-            found[name] = everything(states, name)
+    for name in kinds_of(states):
+        found[name] = everything(states, name)
     return found
 
 

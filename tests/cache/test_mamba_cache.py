@@ -17,7 +17,18 @@ from numba_kv.plan import plan_memory
 from numba_kv.shared_resources import SharedResources
 from tests.helpers.kv_pools import NUMPY, same_bits
 from tests.helpers.models import tiny_config
-from tests.helpers.states import delta_net, everything, fill, mamba1, mamba2, recurrent_config, states_of, values
+from tests.helpers.states import (
+    delta_net,
+    everything,
+    fill,
+    kinds_of,
+    mamba1,
+    mamba2,
+    recurrent_config,
+    short_conv,
+    states_of,
+    values,
+)
 
 STATES = ("recurrent_state", "conv_state")
 #: Words and halves, odd sizes and whole ones, every element type, parts of several blocks.
@@ -29,6 +40,8 @@ MODELS: dict[str, LLMEngineConfig] = {
     "pure": recurrent_config(mamba2(), types=("recurrent",) * 3),
     "side by side": recurrent_config(mamba2(), types=("both", "both", "both")),
     "room for drafts": recurrent_config(mamba2(), conv_state_room=3),
+    "short": recurrent_config(short_conv()),
+    "short, several parts": recurrent_config(short_conv(conv_dim=2100, conv_kernel=5, conv_state_dtype="float16"), 2),
     "several parts": recurrent_config(mamba2(num_heads=2, head_dim=80, state_size=64, conv_dim=2100), 2, max_batch_size=2),
 }
 
@@ -49,12 +62,14 @@ def test_states_are_zero_dense_and_apart(name: str) -> None:
         assert states.nbytes == sum(plan.nbytes for plan in state_plans(config))
         spans = []
         rows = config.max_batch_size
-        shapes = (rows, *layer.state_shape), (rows, *layer.conv_shape(config.conv_state_room))
-        kinds = (layer.recurrent_state_dtype, layer.conv_state_dtype)
+        wanted = {
+            "recurrent_state": ((rows, *layer.state_shape), layer.recurrent_state_dtype),
+            "conv_state": ((rows, *layer.conv_shape(config.conv_state_room)), layer.conv_state_dtype),
+        }
+        assert states.state_names == kinds_of(states)
         for number in range(states.num_layers):
-            for tensor, shape, kind in zip(
-                (states.recurrent_state(number), states.conv_state(number)), shapes, kinds, strict=True
-            ):
+            for name in states.state_names:
+                tensor, (shape, kind) = states.state(name, number), wanted[name]
                 assert (tensor.shape, tensor.dtype.name, tensor.is_contiguous) == (shape, kind, True)
                 assert tensor.address % 256 == 0
                 assert not tensor.to_host().any()
@@ -75,13 +90,13 @@ def test_planned_bytes_are_the_allocated_ones(name: str) -> None:
 def test_one_slot_is_cleared(name: str) -> None:
     random = np.random.default_rng(0)
     with states_of(MODELS[name]) as states:
-        expected = {kind: fill(states, kind, random) for kind in STATES}
+        expected = {kind: fill(states, kind, random) for kind in kinds_of(states)}
         states.clear_slot(1)
-        for kind in STATES:
+        for kind in expected:
             expected[kind][:, 1] = 0
             assert same_bits(everything(states, kind), expected[kind])
         states.clear_states()
-        assert not any(everything(states, kind).any() for kind in STATES)
+        assert not any(everything(states, kind).any() for kind in expected)
 
 
 @pytest.mark.parametrize("slots", [[], [3], [0, 1], [3, 0, 2, 3], [0, 1, 2, 3]])
@@ -96,12 +111,15 @@ def test_several_slots_are_cleared(states: MambaCacheManager, slots: list[int]) 
 def test_a_captured_slot_is_restored_bit_by_bit(name: str) -> None:
     random = np.random.default_rng(2)
     with states_of(MODELS[name]) as states:
-        expected = {kind: fill(states, kind, random) for kind in STATES}
+        expected = {kind: fill(states, kind, random) for kind in kinds_of(states)}
         captured = states.capture_slot(1)
-        assert captured.nbytes == sum(expected[kind][:, 1].nbytes for kind in STATES)
+        assert captured.nbytes == sum(expected[kind][:, 1].nbytes for kind in expected)
         states.clear_slot(1)
         states.restore_slot(0, captured.recurrent, captured.conv)
-        for kind, saved in zip(STATES, (captured.recurrent, captured.conv), strict=True):
+        for kind, saved in {"recurrent_state": captured.recurrent, "conv_state": captured.conv}.items():
+            if kind not in expected:
+                assert saved == ()
+                continue
             assert [tensor.shape[0] for tensor in saved] == [1] * states.num_layers
             assert same_bits(np.concatenate([tensor.to_host() for tensor in saved]), expected[kind][:, 1])
             expected[kind][:, 0] = expected[kind][:, 1]
@@ -138,9 +156,7 @@ def test_values_of_a_capture_stay(states: MambaCacheManager) -> None:
     captured.close()
 
 
-def test_arrays_of_other_libraries_are_restored_and_missing_layers_become_zero(
-    states: MambaCacheManager, target: str
-) -> None:
+def test_arrays_of_other_libraries_are_restored_and_missing_layers_become_zero(states: MambaCacheManager, target: str) -> None:
     if target == "cuda":
         pytest.skip("NumPy arrays are not in device memory")
     random = np.random.default_rng(3)
@@ -191,12 +207,12 @@ def test_a_slot_is_moved_to_memory_of_the_caller_and_back(name: str) -> None:
     random = np.random.default_rng(7)
     with states_of(MODELS[name]) as states:
         device, last = states.device, states.num_slots - 1
-        expected = {kind: fill(states, kind, random) for kind in STATES}
+        expected = {kind: fill(states, kind, random) for kind in kinds_of(states)}
         memory = device.allocate(16 + states.slot_nbytes)
         states.move_slot(0, memory, 16, out=True)
         states.clear_slot(0)
         states.move_slot(last, memory, 16, out=False)
-        for kind in STATES:
+        for kind in expected:
             expected[kind][:, last] = expected[kind][:, 0]
             expected[kind][:, 0] = 0
             assert same_bits(everything(states, kind), expected[kind])
@@ -211,10 +227,10 @@ def test_slots_are_copied(name: str) -> None:
     random = np.random.default_rng(5)
     with states_of(MODELS[name]) as states:
         last = states.num_slots - 1
-        expected = {kind: fill(states, kind, random) for kind in STATES}
+        expected = {kind: fill(states, kind, random) for kind in kinds_of(states)}
         states.copy_slots([(0, last)])
         states.copy_slots([])
-        for kind in STATES:
+        for kind in expected:
             expected[kind][:, last] = expected[kind][:, 0]
             assert same_bits(everything(states, kind), expected[kind])
 
@@ -260,6 +276,25 @@ def test_bad_layers(states: MambaCacheManager, layer: object) -> None:
             call(layer)
     with pytest.raises(InputError, match="name: 'kv' is not one of recurrent_state, conv_state"):
         states.state("kv", 0)
+
+
+def test_convolutions_alone_have_no_recurrent_states() -> None:
+    with states_of(MODELS["short"]) as states:
+        assert states.state_names == ("conv_state",)
+        assert states.slot_nbytes == 3 * 40  # 6 channels of 3 columns of two bytes, in whole words
+        with pytest.raises(InputError, match="recurrent_state: the recurrent layers are convolutions alone"):
+            states.recurrent_state(2)
+        with pytest.raises(InputError, match="layer: 3 is not one of the 3 recurrent layers"):
+            states.recurrent_state(3)
+        captured = states.capture_slot(0)
+        before = fill(states, "conv_state", np.random.default_rng(8))
+        with pytest.raises(InputError, match="recurrent: 3 arrays given, but the layers are convolutions alone"):
+            states.restore_slot(1, captured.conv, captured.conv)
+        assert same_bits(everything(states, "conv_state"), before)
+        states.restore_slot(1, (), captured.conv[:2])  # the last layer becomes zero, too
+        before[:, 1] = 0
+        assert same_bits(everything(states, "conv_state"), before)
+        captured.close()
 
 
 def test_a_model_without_recurrent_layers_has_an_empty_manager() -> None:

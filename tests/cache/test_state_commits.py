@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ from hypothesis import given, settings, strategies as st
 import numba_kv as kv
 from numba_kv.cache import state_commit
 from numba_kv.cache.mamba_cache import MambaCacheManager
-from numba_kv.config import LLMEngineConfig
+from numba_kv.config import LLMEngineConfig, RecurrentLayer
 from numba_kv.dtypes import dtype
 from numba_kv.errors import ConfigError, InputError, InteropError, ShapeError, StateError
 from numba_kv.kernels.state_commit import CommitStatus
@@ -23,12 +23,14 @@ from tests.helpers.states import (
     everything,
     fill,
     int32,
+    kinds_of,
     mamba1,
     mamba2,
     recurrent_config,
     replayed_delta_net,
     replayed_mamba,
     sequential_delta_net,
+    short_conv,
     states_of,
 )
 
@@ -148,6 +150,8 @@ CONFIGS = {
     "replay": verifying(mamba2(), 4, "replay"),
     "delta net": verifying(delta_net(), 4, "replay"),
     "room": verifying(mamba2(), 4, conv_state_room=4),
+    "convolutions": verifying(short_conv(), 4),
+    "convolutions with room": verifying(short_conv(), 4, conv_state_room=4),
 }
 
 
@@ -162,11 +166,11 @@ def test_a_refused_row_stays_as_it_was(
         arrays = [n for n in states.state_names if n not in STATES]
         for array in arrays:
             fill(states, array, random)
-        before = {kind: fill(states, kind, random) for kind in STATES}
+        before = {kind: fill(states, kind, random) for kind in kinds_of(states)}
         assert commit(states, lengths, slots, ids) == refused
         assert states.commit_refusals() == {}
         written = {slot for row, slot in enumerate(slots) if row not in refused}
-        for kind in STATES:
+        for kind in before:
             found = everything(states, kind)
             changed = {s for s in range(states.num_slots) if not same_bits(found[:, s], before[kind][:, s])}
             assert changed == written
@@ -174,28 +178,43 @@ def test_a_refused_row_stays_as_it_was(
 
 def test_nothing_accepted_leaves_states_bit_by_bit() -> None:
     random = np.random.default_rng(4)
-    for name in ("snapshots", "replay", "delta net"):
+    for name in ("snapshots", "replay", "delta net", "convolutions"):
         with states_of(CONFIGS[name]) as states:
             for array in states.state_names:
                 fill(states, array, random)
-            before = [everything(states, kind) for kind in STATES]
+            before = {kind: everything(states, kind) for kind in kinds_of(states)}
             assert commit(states, [0] * 4, [3, 1, 0, 2]) == {}
             assert commit(states, [2] * 4, [3, 1, 0, 2], [[-1, -1, 0]] * 4) == {}
             assert commit(states, [2] * 4, [-1] * 4) == {}
-            assert all(same_bits(everything(states, kind), b) for kind, b in zip(STATES, before, strict=True))
+            assert all(same_bits(everything(states, kind), values) for kind, values in before.items())
+
+
+def test_snapshots_of_convolutions_alone_are_committed() -> None:
+    random = np.random.default_rng(14)
+    with states_of(CONFIGS["convolutions"]) as states:
+        assert states.state_names == ("conv_state", "intermediate_conv_state")
+        assert (states.has_commits, states.has_intermediate_recurrent_states) == (True, False)
+        assert (states.has_intermediate_conv_states, states.uses_replay, states.commit_launches) == (True, False, 2)
+        states.reshape_intermediate_states(3, 4)
+        before, snapshots = (fill(states, name, random) for name in states.state_names)
+        assert commit(states, [4, 0, 2], [2, 1, 3]) == {}
+        assert same_bits(everything(states, "conv_state"), scattered(before, snapshots, [range(4), (), range(2)], [2, 1, 3]))
+    with pytest.raises(ConfigError, match="ShortConvLayer"):
+        verifying(short_conv(), 2, "replay")
 
 
 # -- room for drafts ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("make", [mamba2, short_conv])
 @settings(max_examples=20)
 @given(data=st.data())
-def test_rejected_drafts_are_shifted_out(kind: str, data: st.DataObject) -> None:
+def test_rejected_drafts_are_shifted_out(make: Callable[..., RecurrentLayer], kind: str, data: st.DataObject) -> None:
     """The last columns are those of a sequence that only ever saw the accepted tokens."""
     room, kernel, channels = data.draw(st.integers(2, 5)), data.draw(st.integers(1, 4)), data.draw(st.integers(1, 9))
     tokens = data.draw(st.integers(1, room))
-    layer = mamba2(conv_kernel=kernel, conv_dim=channels, conv_state_dtype=kind)
+    layer = make(conv_kernel=kernel, conv_dim=channels, conv_state_dtype=kind)
     seed = data.draw(st.integers(0, 99))
     random = np.random.default_rng(seed)
     with states_of(verifying(layer, room, conv_state_room=room, layers=2)) as states:

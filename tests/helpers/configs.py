@@ -69,6 +69,16 @@ DELTA_NET: dict[str, Any] = {
     "linear_value_head_dim": 16,
     "linear_conv_kernel_dim": 4,
 }
+LFM2: dict[str, Any] = {"conv_L_cache": 3, "layer_types": ["conv", "full_attention"] * 3}
+ZAMBA2: dict[str, Any] = {
+    "layers_block_type": ["mamba", "hybrid"] * 3,
+    "n_mamba_heads": 4,
+    "mamba_headdim": 64,
+    "mamba_d_state": 16,
+    "mamba_ngroups": 2,
+    "mamba_d_conv": 4,
+    "mamba_expand": 2,
+}
 MAMBA: dict[str, Any] = {
     "recurrent_state_num_heads": 4,
     "recurrent_state_num_groups": 2,

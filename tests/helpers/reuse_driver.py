@@ -15,7 +15,7 @@ from numba_kv.ledger.reuse.prefix_cache import CacheLimits
 from tests.helpers.kv_model import opened_io
 from tests.helpers.models import chunked, tiny_config
 from tests.helpers.reuse_model import ReuseModel
-from tests.helpers.states import delta_net, mamba2, recurrent_config
+from tests.helpers.states import delta_net, mamba2, recurrent_config, short_conv
 
 POLICIES = [
     PublishPolicy(),
@@ -143,6 +143,7 @@ class Driver:
 
 LIMITS = {"max_batch_size": 4, "lookahead_pages": 1, "kv_cache_dtype": "float32", "max_batch_tokens": 64}
 MORE = WINDOWS = {"kept_window_pages": 20, **LIMITS}
+SHORT = {"num_kv_pages": 30, **LIMITS}
 FLOAT_STATES = {"recurrent_state_dtype": "float32", "conv_state_dtype": "float32"}
 MODELS: dict[str, tuple[kv.LLMEngineConfig, CacheLimits]] = {
     "full": (
@@ -159,6 +160,10 @@ MODELS: dict[str, tuple[kv.LLMEngineConfig, CacheLimits]] = {
     "windows alone": (tiny_config(6, chunked(5), heads=(1, 4), max_step_tokens=2, **WINDOWS), CacheLimits(max_blocks=30)),
     "states": (
         recurrent_config(mamba2(**FLOAT_STATES), types=("both", "recurrent"), num_kv_pages=30, kept_states=5, **LIMITS),
+        CacheLimits(),
+    ),
+    "convolutions": (
+        recurrent_config(short_conv(conv_state_dtype="float32"), types=("both", "recurrent"), kept_states=5, **SHORT),
         CacheLimits(),
     ),
     "states alone": (

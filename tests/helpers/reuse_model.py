@@ -10,6 +10,7 @@ import numba_kv as kv
 from numba_kv.ledger.reuse.policy import PublishPolicy
 from tests.helpers.kv_model import KVModel, uploaded
 from tests.helpers.kv_pools import numbers
+from tests.helpers.states import kinds_of
 
 #: Whose context, and all tokens up to a position.
 Key = tuple[Any, tuple[int, ...]]
@@ -90,7 +91,7 @@ class ReuseModel(KVModel):
     def set_state(self, sequence: kv.Sequence) -> None:
         """Write the states behind the last token of a sequence, as its layers do."""
         states = self.caches.mamba_cache
-        for name in ("recurrent_state", "conv_state"):
+        for name in kinds_of(states):
             for layer in range(states.num_layers):
                 slot = states.state(name, layer)[self.slot(sequence)]
                 slot.fill_from(np.full(slot.shape, self.mark(sequence), np.float32))
@@ -98,7 +99,7 @@ class ReuseModel(KVModel):
     def check_state(self, sequence: kv.Sequence) -> None:
         """Compare all states of a sequence."""
         states = self.caches.mamba_cache
-        for name in ("recurrent_state", "conv_state"):
+        for name in kinds_of(states):
             for layer in range(states.num_layers):
                 assert (states.state(name, layer)[self.slot(sequence)].to_host() == self.mark(sequence)).all()
 

@@ -12,7 +12,7 @@ from tests.helpers.deployments import pair
 from tests.helpers.kv_model import KVModel
 from tests.helpers.models import chunked, tiny_config
 from tests.helpers.state_model import StateModel
-from tests.helpers.states import delta_net, int32, mamba2, recurrent_config
+from tests.helpers.states import delta_net, int32, mamba2, recurrent_config, short_conv
 
 #: Proposals of a chain; a step verifies one token more.
 K = 3
@@ -48,6 +48,7 @@ DEPLOYMENTS: dict[str, kv.DeploymentConfig] = {
     "replay": _pair("mtp", hybrid(mamba2(**STATES), "replay"), steps=K),
     "delta net": _pair("mtp", hybrid(delta_net(**STATES), "replay"), steps=K),
     "room": _pair("mtp", hybrid(mamba2(**STATES), conv_state_room=4), steps=K),
+    "convolutions": _pair("mtp", hybrid(short_conv(conv_state_dtype="float32"), conv_state_room=4), steps=K),
     "pure": _pair("mtp", hybrid(mamba2(**STATES), types=("recurrent", "recurrent")), steps=K),
 }
 

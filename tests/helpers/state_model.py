@@ -9,7 +9,7 @@ import numpy as np
 import numba_kv as kv
 from numba_kv.cache.mamba_cache import MambaCacheManager
 from numba_kv.config import Mamba2Layer
-from tests.helpers.states import everything, replayed_delta_net, replayed_mamba, sequential_delta_net
+from tests.helpers.states import everything, kinds_of, replayed_delta_net, replayed_mamba, sequential_delta_net
 
 #: What one token brings to a layer: by stash, and `conv`.
 Inputs = dict[str, np.ndarray]
@@ -36,7 +36,7 @@ class StateModel:
         if self.is_mamba:
             made |= {"da": random.uniform(0.5, 1, heads), "u": random.normal(size=(heads, dim))}
             made |= {"b": random.normal(size=(layer.num_groups, size)), "dt": random.uniform(0, 1, heads)}
-        else:
+        elif layer.has_state:
             key = random.normal(size=(layer.num_key_heads, dim))
             made |= {"k": key / np.linalg.norm(key, axis=-1, keepdims=True), "g": random.uniform(0.5, 1, heads)}
             made |= {"beta": random.uniform(0, 1, heads), "v": random.normal(size=(heads, size))}
@@ -44,21 +44,28 @@ class StateModel:
 
     def after(self, state: np.ndarray, given: Inputs) -> np.ndarray:
         """Return a state behind a token, as a kernel makes it."""
+        if not self.layer.has_state:
+            return state
         if self.is_mamba:
             return replayed_mamba(state, given["da"], given["u"], given["b"], given["dt"])
         return sequential_delta_net(state, given["k"], given["g"], given["beta"], given["v"])
 
+    def resident(self, arrays: dict[str, np.ndarray], layer: int, slot: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the state and the convolution state in a slot; a convolution alone has a state without elements."""
+        state = arrays["recurrent_state"][layer, slot] if self.layer.has_state else np.zeros(self.layer.state_shape)
+        return state, arrays["conv_state"][layer, slot]
+
     def step(self, view: kv.StepView, counts: dict[kv.Sequence, int]) -> None:
         """Append tokens: resident states change."""
         slots = view.state_index.to_host()
-        pools = {name: everything(self.states, name) for name in ("recurrent_state", "conv_state")}
+        pools = {name: everything(self.states, name) for name in kinds_of(self.states)}
         for sequence, count in counts.items():
             slot = int(slots[sequence.row])
             for _ in range(count):
                 token = [self.inputs() for _ in range(self.states.num_layers)]
                 self.told.setdefault(sequence, []).append(token)
                 for number, given in enumerate(token):
-                    state, conv = (pools[name][number, slot] for name in ("recurrent_state", "conv_state"))
+                    state, conv = self.resident(pools, number, slot)
                     state[...] = self.after(state, given)
                     conv[...] = shifted(conv, given["conv"])
         for name, values in pools.items():
@@ -74,9 +81,9 @@ class StateModel:
             self.told.setdefault(sequence, []).extend(tokens)
             for number in range(self.states.num_layers):
                 behind: list[tuple[np.ndarray, np.ndarray]] = []
+                resident = self.resident(arrays, number, slot)
                 for node, token in enumerate(tokens):
                     parent = node - 1 if parents is None else parents[node]
-                    resident = arrays["recurrent_state"][number, slot], arrays["conv_state"][number, slot]
                     state, conv = behind[parent] if parent >= 0 else resident
                     given = token[number]
                     behind.append((self.after(state, given), shifted(conv, given["conv"])))
@@ -94,7 +101,7 @@ class StateModel:
 
     def check(self, slots: list[int], waiting: set[kv.Sequence]) -> None:
         """Compare states with those that follow from the tokens alone, in float64; `waiting` are not committed yet."""
-        found = {name: everything(self.states, name) for name in ("recurrent_state", "conv_state")}
+        found = {name: everything(self.states, name) for name in kinds_of(self.states)}
         for sequence, tokens in self.told.items():
             if sequence in waiting:
                 continue
@@ -107,10 +114,11 @@ class StateModel:
                     if self.is_mamba:
                         drive = np.repeat(given["b"], len(state) // len(given["b"]), axis=0) * given["dt"][:, None]
                         state = state * given["da"][:, None, None] + drive[:, None, :] * given["u"][:, :, None]
-                    else:
+                    elif self.layer.has_state:
                         state = replayed_delta_net(state, given["k"], given["g"], given["beta"], given["v"])
                     conv = shifted(conv, given["conv"])
-                assert np.allclose(found["recurrent_state"][number, slot], state, 1e-3, 1e-4), (sequence, number)
+                if self.layer.has_state:
+                    assert np.allclose(found["recurrent_state"][number, slot], state, 1e-3, 1e-4), (sequence, number)
                 kept = self.layer.conv_shape(0)[1]  # columns before them are room for drafts
                 assert np.array_equal(found["conv_state"][number, slot][:, -kept:], conv[:, -kept:].astype(np.float32))
 

@@ -10,7 +10,15 @@ from typing import Any
 import numpy as np
 
 from numba_kv.cache.mamba_cache import MambaCacheManager
-from numba_kv.config import AttentionLayer, GatedDeltaNetLayer, LLMEngineConfig, Mamba1Layer, Mamba2Layer, RecurrentLayer
+from numba_kv.config import (
+    AttentionLayer,
+    GatedDeltaNetLayer,
+    LLMEngineConfig,
+    Mamba1Layer,
+    Mamba2Layer,
+    RecurrentLayer,
+    ShortConvLayer,
+)
 from numba_kv.device import Device, Tensor
 from numba_kv.dtypes import dtype
 from numba_kv.shared_resources import SharedResources
@@ -35,6 +43,11 @@ def mamba1(**changes: Any) -> Mamba1Layer:
     return Mamba1Layer(**{"num_heads": 1, "head_dim": 10, "state_size": 3, "conv_dim": 10, "conv_kernel": 3, **changes})
 
 
+def short_conv(**changes: Any) -> ShortConvLayer:
+    """Return a convolution alone, of 6 channels over 3 tokens."""
+    return ShortConvLayer(**{"conv_dim": 6, "conv_kernel": 3, **changes})
+
+
 def recurrent_config(layer: RecurrentLayer, layers: int = 3, **limits: Any) -> LLMEngineConfig:
     """Return a model of `layers` recurrent layers, with an attention layer behind the first, unless `types` says otherwise."""
     types = limits.pop("types", ("recurrent", "attention") + ("recurrent",) * (layers - 1))
@@ -56,6 +69,11 @@ def states_of(config: LLMEngineConfig) -> Iterator[MambaCacheManager]:
     finally:
         resources.close()
     assert resources.device.memory.current_bytes == 0
+
+
+def kinds_of(states: MambaCacheManager) -> tuple[str, ...]:
+    """Return the arrays of resident states that there are: both, or that of convolutions alone."""
+    return tuple(name for name in ("recurrent_state", "conv_state") if name in states.state_names)
 
 
 def values(random: np.random.Generator, shape: tuple[int, ...], kind: str) -> np.ndarray:

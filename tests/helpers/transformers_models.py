@@ -114,7 +114,7 @@ UNEQUAL_FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
         {**_EXPERTS, **_HEAD, **_TURNS, "v_head_dim": 12, "num_key_value_heads": 1},
     ),
 }
-#: As those, with layers that have a recurrent state: delta nets, Mamba, Mamba-2 before, between and beside attention.
+#: As those, with layers that have a recurrent state: delta nets, Mamba, Mamba-2 and short convolutions around attention.
 HYBRID_FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen3_next": ("Qwen3NextConfig", "Qwen3NextForCausalLM", {**_HEAD, **_DELTA_NET, **_SHARED_EXPERT}),
     "qwen3_5": ("Qwen3_5TextConfig", "Qwen3_5ForCausalLM", {**_HEAD, **_DELTA_NET}),
@@ -136,6 +136,27 @@ HYBRID_FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "NemotronHForCausalLM",
         {**_HEAD, "hybrid_override_pattern": "M*-M*", "mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 12}
         | {"n_groups": 2, "conv_kernel": 4, "expand": 2},
+    ),
+    "olmo_hybrid": (
+        "OlmoHybridConfig",
+        "OlmoHybridForCausalLM",
+        {**_DELTA_NET, "layer_types": ["linear_attention", "full_attention"] * 2},
+    ),
+    "zamba2": (
+        "Zamba2Config",
+        "Zamba2ForCausalLM",
+        {"layers_block_type": ["mamba", "hybrid"] * 2, "n_mamba_heads": 8, "mamba_headdim": 16, "mamba_d_state": 12}
+        | {"mamba_ngroups": 2, "num_mem_blocks": 1, "initializer_range": 0.2},  # with larger weights nobody's sums are near
+    ),
+    "lfm2": (
+        "Lfm2Config",
+        "Lfm2ForCausalLM",
+        {"layer_types": ["conv", "full_attention", "full_attention", "conv"], "conv_L_cache": 3, "block_multiple_of": 8},
+    ),
+    "lfm2_moe": (
+        "Lfm2MoeConfig",
+        "Lfm2MoeForCausalLM",
+        {**_SHARED_EXPERT, "layer_types": ["conv", "full_attention"] * 2, "conv_L_cache": 3, "num_dense_layers": 1},
     ),
 }
 #: Those that have no attention but their own.

@@ -9,7 +9,7 @@ from hypothesis import given, strategies as st
 
 from numba_kv.config import load_engine_config
 from numba_kv.errors import ConfigError
-from tests.helpers.configs import BAMBA, DELTA_NET, MAMBA, NEMOTRON, edgellm, huggingface, per_layer
+from tests.helpers.configs import BAMBA, DELTA_NET, LFM2, MAMBA, NEMOTRON, ZAMBA2, edgellm, huggingface, per_layer
 from tests.host.test_config_edgellm import RANKED
 from tests.host.test_config_rope import LLAMA3, LONG
 
@@ -37,6 +37,8 @@ VALID: list[dict[str, Any]] = [
     huggingface("bamba", attn_layer_indices=[1, 4], **BAMBA),
     huggingface("qwen3_next", 4, layer_types=["linear_attention"] * 3 + ["full_attention"], **DELTA_NET),
     huggingface("nemotron_h", hybrid_override_pattern="M-M*-E", **NEMOTRON),
+    huggingface("lfm2", **LFM2),
+    huggingface("zamba2", head_dim=None, attention_head_dim=32, **ZAMBA2),
     huggingface("jamba", attn_layer_period=3, attn_layer_offset=1, mamba_expand=2, mamba_d_state=4, mamba_d_conv=4),
     edgellm(ple_enabled=True, num_ple_inputs=12, ple_hidden_size=8, engine_role="llm", spec_decode_type="none"),
 ]

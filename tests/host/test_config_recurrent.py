@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,16 +14,20 @@ from numba_kv.config import (
     Mamba1Layer,
     Mamba2Layer,
     RecurrentLayer,
+    ShortConvLayer,
     load_engine_config,
 )
+from numba_kv.config.state_layout import slot_nbytes, state_plans
 from numba_kv.errors import ConfigError, UnsupportedModelError
-from tests.helpers.configs import ABSENT, BAMBA, DELTA_NET, MAMBA, NEMOTRON, edgellm, huggingface
+from numba_kv.plan import plan_memory
+from tests.helpers.configs import ABSENT, BAMBA, DELTA_NET, LFM2, MAMBA, NEMOTRON, ZAMBA2, edgellm, huggingface
 
 LINEAR, FULL = "linear_attention", "full_attention"
 JAMBA = {"mamba_expand": 2, "mamba_d_state": 4, "mamba_d_conv": 4}
 MAMBA2 = {"num_heads": 4, "head_dim": 64, "state_size": 16, "n_groups": 2, "conv_kernel": 4, "expand": 2}
 LETTERS = {"attention": "A", "recurrent": "R", "both": "B", "none": "-"}
 BAMBA_LAYER = ((4, 64, 16), (4 * 64 + 2 * 2 * 16, 4))
+SHORT_LAYER = ((0, 0, 0), (128, 3))
 DELTA_LAYER = ((4, 8, 16), (2 * 2 * 8 + 4 * 16, 4))
 
 FAMILIES: list[tuple[str, int, dict[str, Any], str, type[RecurrentLayer], Any]] = [
@@ -44,6 +49,17 @@ FAMILIES: list[tuple[str, int, dict[str, Any], str, type[RecurrentLayer], Any]] 
     ("mamba", 2, {"expand": 2, "state_size": 4, "conv_kernel": 4}, "RR", Mamba1Layer, ((1, 256, 4), (256, 4))),
     ("mamba", 2, {"intermediate_size": 48, "state_size": 4, "conv_kernel": 3}, "RR", Mamba1Layer, ((1, 48, 4), (48, 3))),
     ("mamba2", 2, MAMBA2, "RR", Mamba2Layer, BAMBA_LAYER),
+    ("lfm2", 6, LFM2, "RARARA", ShortConvLayer, SHORT_LAYER),
+    ("lfm2", 4, {"conv_L_cache": 3, "full_attn_idxs": [1, 2]}, "RAAR", ShortConvLayer, SHORT_LAYER),
+    ("lfm2", 2, {"conv_L_cache": 3, "full_attn_idxs": []}, "RR", ShortConvLayer, SHORT_LAYER),
+    ("lfm2_moe", 2, {"conv_L_cache": 4, "layer_types": [FULL, "conv"]}, "AR", ShortConvLayer, ((0, 0, 0), (128, 4))),
+    ("olmo_hybrid", 2, {**DELTA_NET, "layer_types": [LINEAR, FULL]}, "RA", GatedDeltaNetLayer, DELTA_LAYER),
+    ("olmo_hybrid", 9, DELTA_NET, "RRRARRRAR", GatedDeltaNetLayer, DELTA_LAYER),
+    ("olmo_hybrid", 3, DELTA_NET, "RRA", GatedDeltaNetLayer, DELTA_LAYER),
+    ("zamba2", 6, ZAMBA2, "RBRBRB", Mamba2Layer, BAMBA_LAYER),
+    ("zamba2", 2, {**ZAMBA2, "layers_block_type": [LINEAR, "hybrid"]}, "RB", Mamba2Layer, BAMBA_LAYER),
+    ("zamba2", 2, {**ZAMBA2, "layers_block_type": None, "layer_types": ["mamba"] * 2}, "RR", Mamba2Layer, BAMBA_LAYER),
+    ("zamba2", 6, {**ZAMBA2, "mamba_headdim": None}, "RBRBRB", Mamba2Layer, BAMBA_LAYER),
 ]
 
 
@@ -82,6 +98,37 @@ def test_a_hybrid_family_without_recurrent_layers_has_no_states() -> None:
     assert (letters(config), config.recurrent_layer) == ("AA", None)
 
 
+def test_lfm2_has_attention_everywhere_unless_its_places_are_stated() -> None:
+    config = load_engine_config(huggingface("lfm2", 2, conv_L_cache=3))
+    assert (letters(config), config.recurrent_layer) == ("AA", None)
+
+
+def test_lfm2_in_a_nested_model_takes_the_defaults_of_its_family() -> None:
+    text = {"model_type": "lfm2", "hidden_size": 256, "layer_types": ["conv", FULL], "num_hidden_layers": 2}
+    config = load_engine_config({"model_type": "lfm2_vl", "text_config": text})
+    assert config.layers == (AttentionLayer(num_kv_heads=8, head_dim=8),)
+    assert config.recurrent_layer == ShortConvLayer(conv_dim=256, conv_kernel=3)
+
+
+@pytest.mark.parametrize(
+    ("keys", "heads", "head_dim"),
+    [
+        ({"attention_head_dim": 20}, 2, 20),
+        ({}, 2, 2 * 128 // 8),
+        ({"kv_channels": 16, "num_key_value_heads": 8}, 8, 32),  # those are of another share of the hidden size
+        ({"num_key_value_heads": None}, 8, 32),
+    ],
+)
+def test_heads_of_zamba2_share_twice_the_hidden_size(keys: dict[str, Any], heads: int, head_dim: int) -> None:
+    source = {name: value for name, value in huggingface("zamba2", **{**ZAMBA2, **keys}).items() if name != "head_dim"}
+    assert load_engine_config(source).layers == (AttentionLayer(num_kv_heads=heads, head_dim=head_dim),) * 3
+
+
+def test_olmo_hybrid_without_kv_heads_has_one_for_each_query_head() -> None:
+    config = load_engine_config(huggingface("olmo_hybrid", 4, **{**DELTA_NET, "num_key_value_heads": None}))
+    assert config.layers == (AttentionLayer(num_kv_heads=8, head_dim=16),)
+
+
 def test_a_model_without_attention_needs_no_heads_and_has_no_rotation() -> None:
     source = huggingface("mamba2", 2, **MAMBA2, num_attention_heads=None, num_key_value_heads=None)
     config = load_engine_config(source)
@@ -95,6 +142,12 @@ def test_a_model_without_attention_needs_no_heads_and_has_no_rotation() -> None:
         ("bamba", {**BAMBA, "attn_layer_indices": [0]}, [8]),
         ("nemotron_h", {**NEMOTRON, "hybrid_override_pattern": "M*"}, []),
         ("jamba", {**JAMBA, "attn_layer_period": 2, "attn_layer_offset": 1}, []),
+        ("lfm2", LFM2, [16]),
+        ("olmo_hybrid", DELTA_NET, [16]),
+        ("olmo_hybrid", {**DELTA_NET, "rope_parameters": {"rope_type": "default"}}, [16]),
+        ("olmo_hybrid", {**DELTA_NET, "rope_parameters": {"rope_theta": None, "rope_type": "default"}}, []),
+        ("zamba2", ZAMBA2, []),
+        ("zamba2", {**ZAMBA2, "use_mem_rope": True}, [16]),
         ("granitemoehybrid", {"layer_types": [FULL] * 6}, []),
         ("granitemoehybrid", {"layer_types": [FULL] * 6, "position_embedding_type": "rope"}, [16]),
     ],
@@ -160,6 +213,18 @@ BAD: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
     ("nemotron_h", {**NEMOTRON, "hybrid_override_pattern": ""}, ("hybrid_override_pattern", "0 letters")),
     ("nemotron_h", {**NEMOTRON, "layers_block_type": []}, ("layers_block_type", "0 entries")),
     ("nemotron_h", {**NEMOTRON, "hybrid_override_pattern": "M", "mamba_ssm_cache_dtype": "int8"}, ("mamba_ssm_cache_dtype",)),
+    *(("lfm2", {**LFM2, "conv_L_cache": value}, ("conv_L_cache",)) for value in (None, 0, 3.0)),
+    ("lfm2", {**LFM2, "layer_types": [LINEAR] * 6}, ("layer_types[0]", "'linear_attention'", "'conv'")),
+    ("lfm2", {"conv_L_cache": 3, "full_attn_idxs": [6]}, ("full_attn_idxs[0]", "6")),
+    ("lfm2", {**LFM2, "hidden_size": None}, ("hidden_size", "missing")),
+    ("lfm2_moe", {"conv_L_cache": 3, "full_attn_idxs": [1]}, ("layer_types", "missing")),
+    ("olmo_hybrid", {**DELTA_NET, "layer_types": ["mlp"] * 6}, ("layer_types[0]", "'mlp'")),
+    *(("olmo_hybrid", {**DELTA_NET, key: None}, (key, "missing")) for key in DELTA_NET),
+    *(("zamba2", {**ZAMBA2, key: None}, (key, "missing")) for key in ZAMBA2 if key not in ("mamba_expand", "mamba_headdim")),
+    ("zamba2", {**ZAMBA2, "mamba_headdim": None, "mamba_expand": None}, ("mamba_headdim", "missing")),
+    ("zamba2", {**ZAMBA2, "mamba_headdim": 32}, ("mamba_headdim", "256 channels")),
+    ("zamba2", {**ZAMBA2, "layers_block_type": ["attention"] * 6}, ("layers_block_type[0]", "'attention'", "'hybrid'")),
+    ("zamba2", {**ZAMBA2, "head_dim": None, "num_attention_heads": 3, "num_key_value_heads": 3}, ("head_dim", "twice", "256")),
     ("jamba", {**JAMBA, "attn_layer_offset": 0}, ("attn_layer_period", "missing")),
     ("jamba", {**JAMBA, "attn_layer_period": 4, "attn_layer_offset": 4}, ("attn_layer_offset", "4 is not")),
 ]
@@ -263,7 +328,7 @@ SIZES: dict[str, Any] = {"num_heads": 4, "head_dim": 8, "state_size": 16, "conv_
         (GatedDeltaNetLayer, {"num_key_heads": 3}, ("num_key_heads", "3")),
         (GatedDeltaNetLayer, {"num_key_heads": 0}, ("num_key_heads", "0")),
         (Mamba1Layer, {}, ("num_heads", "4 is not 1")),
-        (RecurrentLayer, {}, ("RecurrentLayer", "Mamba2Layer")),
+        (RecurrentLayer, {}, ("RecurrentLayer", "Mamba2Layer", "ShortConvLayer")),
     ],
 )
 def test_bad_layers(kind: type[RecurrentLayer], changes: dict[str, Any], words: tuple[str, ...]) -> None:
@@ -271,6 +336,35 @@ def test_bad_layers(kind: type[RecurrentLayer], changes: dict[str, Any], words: 
         kind(**{**SIZES, **changes})
     for word in words:
         assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"conv_dim": 0}, ("conv_dim", "0 is not")),
+        ({"conv_kernel": True}, ("conv_kernel", "true")),
+        ({"conv_state_dtype": "fp8"}, ("conv_state_dtype", "fp8")),
+    ],
+)
+def test_bad_convolutions(changes: dict[str, Any], words: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        ShortConvLayer(**{"conv_dim": 6, "conv_kernel": 3, **changes})
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_a_convolution_alone_has_no_state() -> None:
+    layer = ShortConvLayer(conv_dim=6, conv_kernel=3)
+    assert (layer.has_state, layer.state_shape, layer.conv_shape(), layer.conv_shape(4)) == (False, (0, 0, 0), (6, 3), (6, 6))
+    assert repr(layer) == "ShortConvLayer(conv_dim=6, conv_kernel=3, conv_state_dtype='bfloat16')"
+    assert replace(layer, conv_dim=7) == ShortConvLayer(conv_dim=7, conv_kernel=3)
+    assert LAYER.has_state
+    config = LLMEngineConfig(**{**MODEL, "recurrent_layer": layer})
+    assert [(p.name, p.shape, p.dtype) for p in state_plans(config)] == [("conv_state", (1, 2, 6, 3), "bfloat16")]
+    assert slot_nbytes(config) == 40  # 36, in whole words
+    assert plan_memory(config).state_nbytes == 256
+    kept = [(p.name, p.shape) for p in state_plans(replace(config, max_verify_tokens=2))][1:]
+    assert kept == [("intermediate_conv_state", (1, 2, 2, 6, 3))]
 
 
 LAYER = Mamba2Layer(**SIZES)
@@ -304,6 +398,14 @@ MODEL: dict[str, Any] = {
                 "recurrent_spec_verify_mode": "replay",
             },
             ("recurrent_spec_verify_mode", "Mamba1Layer", "snapshot"),
+        ),
+        (
+            {
+                "recurrent_layer": ShortConvLayer(conv_dim=6, conv_kernel=3),
+                "max_verify_tokens": 2,
+                "recurrent_spec_verify_mode": "replay",
+            },
+            ("recurrent_spec_verify_mode", "ShortConvLayer", "snapshot"),
         ),
     ],
 )
