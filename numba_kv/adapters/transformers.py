@@ -162,14 +162,84 @@ class PagedCache(ModelCache):
         return kv.attend(kv.current(layer), query, *options)
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Any:
-        """Return the inputs [B, C, columns] that a layer's convolution keeps, a view to be changed; None at first."""
-        self._forward.show_state(layer_idx)
+        """Return the inputs that a layer's convolution keeps.
+
+        Parameters
+        ----------
+        layer_idx : int
+            Number of the layer, which has a state.
+        state_idx : int
+            0: a layer has one.
+
+        Returns
+        -------
+        torch.Tensor [B, C, columns] or None
+            The newest input in the last column; None before the first forward. While a forward of the model runs, it is the
+            pool itself, which the layer may change until the forward ends; else a copy.
+
+        Raises
+        ------
+        InputError
+            If `state_idx` is another number.
+        ValueError
+            If the layer has no state.
+        StateError
+            After `close`.
+        """
+        self._check_state(state_idx)
         return super().get_conv_state(layer_idx, state_idx)
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Any:
-        """Return the states [B, H, D, S] of a layer, a view to be changed; None at first."""
-        self._forward.show_state(layer_idx)
+        """Return the states [B, H, D, S] of a layer ([B, D, S] in Mamba-1), as `get_conv_state` does its inputs.
+
+        None also for a layer that has a convolution alone.
+        """
+        self._check_state(state_idx)
         return super().get_recurrent_state(layer_idx, state_idx)
+
+    def update_conv_state(self, conv_states: Any, layer_idx: int, state_idx: int = 0, **kwargs: Any) -> Any:
+        """Keep the last of a layer's inputs, and return them behind those that were kept before.
+
+        Parameters
+        ----------
+        conv_states : torch.Tensor [B, C, n]
+            The inputs of the forward's columns, of the model's element type.
+        layer_idx, state_idx : int
+            As in `get_conv_state`.
+        conv_kernel_size : int, optional
+            Columns that are kept; default n.
+
+        Returns
+        -------
+        torch.Tensor [B, C, m]
+            Where nothing was kept: `conv_states`, behind zeros if they are fewer than `conv_kernel_size`.
+
+        Raises
+        ------
+        InputError, ValueError
+            As `get_conv_state`.
+        StateError
+            After `close`, or if no forward of the model is running.
+        ShapeError, InteropError
+            If the inputs are not those of this layer and forward.
+
+        Stream: enqueues on torch's current one.
+        """
+        self._check_state(state_idx)
+        return super().update_conv_state(conv_states, layer_idx, state_idx, **kwargs)
+
+    def update_recurrent_state(self, recurrent_states: Any, layer_idx: int, state_idx: int = 0, **kwargs: Any) -> Any:
+        """Store the states [B, H, D, S] behind a forward, float32, and return where they are. Raises as `update_conv_state`.
+
+        Stream: enqueues on torch's current one.
+        """
+        self._check_state(state_idx)
+        return super().update_recurrent_state(recurrent_states, layer_idx, state_idx, **kwargs)
+
+    def _check_state(self, state_idx: int) -> None:
+        self._check_open()
+        if state_idx != 0:
+            raise InputError(f"state_idx: {state_idx!r} given; a layer has one state, number 0")
 
     def crop(self, tokens_to_remove: int) -> None:
         """Take the last tokens of all rows back.

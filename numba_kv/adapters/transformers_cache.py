@@ -94,7 +94,8 @@ class ModelCache(Cache):
         CapacityError
             If a row would be longer than `max_tokens`, or there are more than `max_batch` rows.
         StateError
-            After `close`, or if an earlier forward did not reach all layers (`reset` makes it usable again).
+            After `close`, or if an earlier forward did not reach all layers (`reset` makes it usable again). Or, if the model
+            has recurrent layers or attention reads pages, outside of a forward of the model.
 
         Stream: enqueues on torch's current one.
         """
@@ -106,8 +107,7 @@ class ModelCache(Cache):
     @torch.compiler.disable
     def _update(self, layer_idx: int, key_states: Any, value_states: Any) -> tuple[Any, Any]:
         self._check_open()
-        if key_states.device.type == "cuda" and self._kv.stream is None:
-            follow_stream(self.resources, key_states.device)
+        self._follow(key_states.device)
         return self._steps.update(layer_idx, key_states, value_states)
 
     @property
@@ -120,6 +120,8 @@ class ModelCache(Cache):
         self._hooks()
         self._attend_as_before()
         if not self._has_closed:
+            if self._states is not None:
+                self._states.close()
             self._kv.close()
             self.resources.close()
             self._has_closed = True
@@ -151,11 +153,16 @@ class ModelCache(Cache):
             self._choice.stop()
 
     def _forward_begins(self, mask: Any, shape: tuple[int, int] | None) -> None:
-        if self._states is not None and self._states.place.type == "cuda" and self._kv.stream is None:
-            follow_stream(self.resources, self._states.place)
+        if self._states is not None:
+            self._follow(self._states.place)
         self._steps.start(mask, shape)
         if self._choice is not None:
             self._choice.start()
+
+    def _follow(self, place: Any) -> None:
+        """Move the resources to torch's current stream, unless a decode step has its own."""
+        if place.type == "cuda" and self._kv.stream is None:
+            follow_stream(self.resources, place)
 
     def _forward_ends(self, has_failed: bool) -> None:
         self._attend_as_before()

@@ -2,6 +2,8 @@
 
 Nothing tells a cache of transformers that a forward begins or ends. A step begins when a layer brings K and V that has brought
 them in the step before; hooks of the model's decoder add what is not seen from there: the mask, and how the forward ended.
+Where layers have recurrent states, it is the hook that begins the step: such a layer may be the first, and does not say how
+many tokens come.
 """
 
 from __future__ import annotations
@@ -45,8 +47,8 @@ class ForwardSteps:
         self.owners = frozenset(index for index, owns in enumerate(layers.owners) if owns)
         self._step: RowStep | None = None
         self._done: set[int] = set()
-        self._done_states: set[int] = set()
         self._running = False
+        self._has_begun = False  # a step, in the forward that runs
         self._mask: Any = None
         self._is_of_model: bool | None = None
         self._problem = ""
@@ -56,9 +58,7 @@ class ForwardSteps:
     # -- what the hooks say --------------------------------------------------------------------------------------
 
     def start(self, mask: Any, shape: tuple[int, int] | None) -> None:
-        """Note that the model's decoder begins, with its 2-D attention mask if it has one.
-
-        Where layers have states, its step begins here: such a layer may be the first, and does not say how many columns come.
+        """Note that the model's decoder begins, with its 2-D attention mask if it has one, and its rows and columns.
 
         Raises
         ------
@@ -70,16 +70,13 @@ class ForwardSteps:
         if self._running:
             self._problem = self._problem or "a forward was interrupted"
         self._running = True
-        begins_step = self._states is not None and self._ahead is None
-        if begins_step and not self._is_incomplete:
-            self._step = None  # that of the forward before is over, whatever happens to this one
         self._mask = mask if getattr(mask, "ndim", 0) == 2 else None
         if self._kv.reads_pages and self._mask is None and _has_mask(mask):
             raise InputError(
                 "attention_mask: one of [B, tokens] or none is wanted by attention over pages, which knows no other; use "
                 "attention='gather'"
             )
-        if begins_step:
+        if self._states is not None and self._ahead is None:
             if shape is None:
                 raise InputError("input_ids: none given, nor inputs_embeds; rows and columns of the forward are not known")
             self._begin(*shape)
@@ -92,16 +89,20 @@ class ForwardSteps:
         StateError
             If its layers did not attend over what they stored.
         """
+        has_begun, self._has_begun = self._has_begun, False
         self._running, self._mask = False, None
         unread = [] if has_failed or self._step is None else self._kv.unread(self.owners)
         self._kv.end()
-        is_lost = has_failed and self._states is not None and self._step is not None  # a state may be half changed
-        if not self._is_incomplete and not is_lost:
+        if self._states is not None:
+            self._states.end()
+        step, is_complete = self._step, not self._is_incomplete
+        has_failed = has_failed and has_begun
+        is_spoiled = has_failed and self._states is not None  # of a state that is changed in place nobody knows how far
+        if is_complete and not is_spoiled:
             if unread:
                 self._problem = f"layers {unread} did not attend over their pages, and what they computed is wrong"
                 raise StateError(f"attention: {self._problem}; use attention='gather' for this model")
             return
-        reached, step = self._reached, self._step
         if self._is_recorded:
             self._step = None
             return
@@ -111,7 +112,7 @@ class ForwardSteps:
                 return
             except RewindTooFar:
                 pass
-        self._problem = f"a forward ended behind layer {reached}, and the layers after it lack its tokens"
+        self._problem = "a forward failed that had changed recurrent states" if is_spoiled else self._shortfall
 
     # -- what the layers do --------------------------------------------------------------------------------------
 
@@ -130,16 +131,16 @@ class ForwardSteps:
         if layer not in self.owners:
             raise InputError(f"layer_idx: {layer} stores no K and V; the layers of the cache that do are {sorted(self.owners)}")
         self._kv.check(layer, k, v)
-        if self._kv.reads_pages and not self._running:
-            raise _outside("attention over pages works")
+        if not self._running and (self._kv.reads_pages or self._states is not None):
+            what = "attention over pages" if self._kv.reads_pages else "a cache with recurrent states"
+            raise StateError(
+                f"update: {what} works in forwards of the model that the cache was made for, not in another model or in layers "
+                "that are called one by one"
+            )
         step = self._step
-        if self._states is not None:
-            step = self._current()
-            if layer in self._done:
+        if step is None or layer in self._done:
+            if self._kv.stream is not None or self._states is not None:
                 raise StateError(f"update: layer {layer} has brought K and V twice in one forward")
-        elif step is None or layer in self._done:
-            if self._kv.stream is not None:
-                raise StateError(f"update: layer {layer} has brought K and V twice in one decode step")
             step = self._begin(k.shape[0], k.shape[2])
         if (k.shape[0], k.shape[2]) != (step.rows, step.tokens):
             given, wanted = [k.shape[0], k.shape[2]], [step.rows, step.tokens]
@@ -147,22 +148,6 @@ class ForwardSteps:
         moved = self._kv.move(layer, k, v, step)
         self._done.add(layer)
         return moved
-
-    def reach_state(self, layer: int) -> None:
-        """Note that a layer's state is about to be that behind the step.
-
-        Raises
-        ------
-        StateError
-            If no forward of the model is running.
-        """
-        self._current()
-        self._done_states.add(layer)
-
-    def show_state(self, layer: int) -> None:
-        """Note that a layer has been shown its state, which it may change in place: with one token a row it tells nobody."""
-        if self._running and self._step is not None:
-            self._done_states.add(layer)
 
     def length(self, layer: int) -> Any:
         """Return the padded length of a layer: less in those that the current forward has yet to reach.
@@ -187,8 +172,8 @@ class ForwardSteps:
         appended, and nothing is taken back if it fails.
         """
         step = self.rows.decode_step(0 if is_recorded else 1)
-        self._clear_done()
-        self._step, self._is_recorded = step, is_recorded
+        self._note(step)
+        self._is_recorded = is_recorded
         try:
             self._kv.begin(step, self.rows.offsets)
             self._kv.stream, self._ahead = stream, length
@@ -229,7 +214,7 @@ class ForwardSteps:
         """Forget all tokens, and what went wrong."""
         self._forget_rows()
         self._step = self._mask = None
-        self._clear_done()
+        self._done.clear()
         self._running = False  # no hook has said so behind an interrupt
         self._is_of_model = None
         self._problem = ""
@@ -243,27 +228,25 @@ class ForwardSteps:
     @property
     def _has_reached_all(self) -> bool:
         """Whether all layers have brought what the step adds to them."""
-        return self._done == self.owners and (self._states is None or self._done_states == self._states.layers)
+        return self._done == self.owners and (self._states is None or self._states.reached == self._states.layers)
 
     @property
-    def _reached(self) -> int:
-        """Number of the last layer that has brought something in the step; -1 for none."""
-        return max(self._done | self._done_states, default=-1)
+    def _shortfall(self) -> str:
+        """What is wrong behind a forward that has not reached all layers."""
+        reached = max(self._done if self._states is None else self._done | self._states.reached, default=-1)
+        return f"a forward ended behind layer {reached}, and the layers after it lack its tokens"
 
-    def _clear_done(self) -> None:
+    def _note(self, step: RowStep) -> None:
+        """Note that a step begins, which no layer has reached."""
+        self._step, self._has_begun = step, True
         self._done.clear()
-        self._done_states.clear()
+        if self._states is not None:
+            self._states.begin(step)
 
     def _forget_rows(self) -> None:
         self.rows.clear()
         if self._states is not None:
             self._states.forget()
-
-    def _current(self) -> RowStep:
-        """Return the step of the forward that is running, in a cache with states."""
-        if not self._running or self._step is None:
-            raise _outside("a cache with recurrent states works")
-        return self._step
 
     def _begin(self, rows: int, tokens: int) -> RowStep:
         self._check_complete(0)
@@ -278,8 +261,7 @@ class ForwardSteps:
             self._check_visible(rows, tokens, pads)
         step = self.rows.step(rows, tokens, pads)
         self._is_of_model = self._running
-        self._step = step
-        self._clear_done()
+        self._note(step)
         try:
             self._kv.begin(step, self.rows.offsets)
         except BaseException:
@@ -334,22 +316,15 @@ class ForwardSteps:
             self._forget_rows()
             self._is_of_model = None
         self._step = None
-        self._clear_done()
+        self._done.clear()
 
     def _check_complete(self, removed: int) -> None:
         """Refuse to go on behind a forward that not all layers have seen, unless its tokens are among the `removed` ones."""
         problem, step = self._problem, self._step
         if not problem and step is not None and self._is_incomplete and removed < step.tokens:
-            problem = f"a forward ended behind layer {self._reached}, and the layers after it lack its tokens"
+            problem = self._shortfall
         if problem:
             raise StateError(f"the cache cannot go on: {problem}; call reset()")
-
-
-def _outside(what: str) -> StateError:
-    return StateError(
-        f"update: {what} in forwards of the model that the cache was made for, not in another model or in layers that are "
-        "called one by one"
-    )
 
 
 def _has_mask(mask: Any) -> bool:

@@ -1,17 +1,16 @@
-"""Layers of a cache as transformers asks about them: PagedLayer has K and V in pages, StateLayer recurrent states in slots."""
+"""Layers of a cache as transformers asks about them: those with K and V in pages, with states in slots, and with both."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Protocol
 
-import torch
 from transformers.cache_utils import CacheLayerMixin, DummyLayer, LinearAttentionCacheLayerMixin
 
 if TYPE_CHECKING:
     from numba_kv.adapters.transformers_model import ModelLayers
     from numba_kv.adapters.transformers_states import ModelStates
 
-__all__ = ["LayerSteps", "PagedLayer", "StateLayer", "StateSteps", "make_layers"]
+__all__ = ["LayerSteps", "PagedLayer", "PagedStateLayer", "StateLayer", "make_layers"]
 
 
 class LayerSteps(Protocol):
@@ -31,13 +30,6 @@ class LayerSteps(Protocol):
 
     def mask_length(self, layer: int) -> int:
         """Return the padded length of a layer for which masks are made."""
-
-
-class StateSteps(Protocol):
-    """What layers with a state tell."""
-
-    def reach_state(self, layer: int) -> None:
-        """Note that a layer's state is about to be that behind the step."""
 
 
 class PagedLayer(CacheLayerMixin):
@@ -66,14 +58,9 @@ class PagedLayer(CacheLayerMixin):
         self._index = index
         self._capacity = capacity
         self.is_initialized = True  # everything is allocated with the cache
-        self._is_croppable = is_croppable
+        self.is_croppable = is_croppable
         self.is_sliding = window is not None
         self.sliding_window = window
-
-    @property
-    def is_croppable(self) -> bool:
-        """Whether tokens can be taken back."""
-        return self._is_croppable
 
     def lazy_initialization(self, key_states: Any, value_states: Any) -> None:
         """Do nothing: everything is allocated with the cache."""
@@ -98,29 +85,39 @@ class PagedLayer(CacheLayerMixin):
 
 
 class StateLayer(LinearAttentionCacheLayerMixin):
-    """A layer with a state and a convolution's inputs. Borrows forward steps and states; keeps views of them.
-
-    What transformers calls a previous state is there from the first forward on until the rows are forgotten.
+    """A layer with a recurrent state and a convolution, or with a convolution alone. Borrows the states; keeps nothing itself.
 
     Parameters
     ----------
-    forward : StateSteps
-        Of the cache.
     states : ModelStates
-        The pools.
+        Of the cache.
     index : int
         Number of the layer.
     """
 
     is_compileable = False
     is_croppable = False
+    number_of_states = 1
+    record_past = False
 
-    def __init__(self, forward: StateSteps, states: ModelStates, index: int) -> None:
-        LinearAttentionCacheLayerMixin.__init__(self)
-        self._steps = forward
+    def __init__(self, states: ModelStates, index: int) -> None:
         self._states = states
-        self._index = index
-        states.tell(self)
+        self._state_index = index
+
+    @property
+    def has_previous_state(self) -> dict[int, bool]:
+        """Whether there is a state from a forward before, by number of the state: there is one."""
+        return {0: self._states.has_previous(self._state_index)}
+
+    @property
+    def conv_states(self) -> dict[int, Any]:
+        """Inputs that the convolution keeps, by number of the state; see `PagedCache.get_conv_state`."""
+        return {0: self._states.conv(self._state_index)}
+
+    @property
+    def recurrent_states(self) -> dict[int, Any]:
+        """States by number; see `PagedCache.get_recurrent_state`."""
+        return {0: self._states.recurrent(self._state_index)}
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
         """Do nothing: everything is allocated with the cache."""
@@ -128,94 +125,31 @@ class StateLayer(LinearAttentionCacheLayerMixin):
     def update_conv_state(
         self, conv_states: Any, state_idx: int = 0, conv_kernel_size: int | None = None, **kwargs: Any
     ) -> Any:
-        """Keep the last of a layer's inputs, and return them behind those that were kept before.
-
-        Parameters
-        ----------
-        conv_states : torch.Tensor [B, C, n]
-            The inputs of the step's columns.
-        conv_kernel_size : int, optional
-            Columns that are kept; default n.
-
-        Returns
-        -------
-        torch.Tensor [B, C, m]
-            Where nothing was kept: `conv_states`, behind zeros if they are fewer than `conv_kernel_size`.
-
-        Raises
-        ------
-        StateError, ShapeError, InteropError
-            If no forward of the model is running, or the inputs are not those of this layer.
-        """
-        columns = conv_states.shape[-1] if conv_kernel_size is None else conv_kernel_size
-        kept = self._states.conv(self._index, conv_states, columns)
-        self._steps.reach_state(self._index)
-        missing = columns - conv_states.shape[-1]
-        whole = conv_states
-        if self.has_previous_state[0]:
-            whole = torch.cat([kept, conv_states], dim=-1)
-        elif missing > 0:
-            whole = torch.nn.functional.pad(conv_states, (missing, 0))
-        with torch.no_grad():
-            kept.copy_(whole[..., -columns:])
-        self.conv_states[0], self.has_previous_state[0] = kept, True
-        return whole
+        """Keep the last of a layer's inputs; see `PagedCache.update_conv_state`."""
+        return self._states.update_conv(self._state_index, conv_states, conv_kernel_size)
 
     def update_recurrent_state(self, recurrent_states: Any, state_idx: int = 0, **kwargs: Any) -> Any:
-        """Store the states [B, H, D, S] behind a step, and return where they are.
-
-        Raises
-        ------
-        StateError, ShapeError, InteropError
-            As `update_conv_state`.
-        """
-        kept = self._states.recurrent(self._index, recurrent_states)
-        self._steps.reach_state(self._index)
-        with torch.no_grad():
-            kept.copy_(recurrent_states)
-        self.recurrent_states[0] = kept
-        return kept
-
-    def forget(self) -> None:
-        """Note that no row has a state."""
-        self.has_previous_state[0] = False
-        self.conv_states[0] = self.recurrent_states[0] = None
-
-    def resize(self, rows: int) -> None:
-        """Note that the batch has `rows` rows."""
-        for views in (self.conv_states, self.recurrent_states):
-            view = views[0]
-            if view is not None:
-                with torch.inference_mode(False):
-                    views[0] = view.as_strided((rows, *view.shape[1:]), view.stride())
+        """Store the states behind a step; see `PagedCache.update_recurrent_state`."""
+        return self._states.update_recurrent(self._state_index, recurrent_states)
 
 
-class PagedStateLayer(StateLayer, PagedLayer):
+class PagedStateLayer(PagedLayer, StateLayer):
     """A layer with attention and a state side by side."""
 
-    def __init__(
-        self,
-        forward: Any,
-        states: ModelStates,
-        index: int,
-        window: int | None,
-        capacity: int,
-    ) -> None:
+    def __init__(self, forward: LayerSteps, states: ModelStates, index: int, window: int | None, capacity: int) -> None:
         PagedLayer.__init__(self, forward, index, window, capacity, is_croppable=False)
-        StateLayer.__init__(self, forward, states, index)
+        StateLayer.__init__(self, states, index)
 
 
-def make_layers(steps: Any, layers: ModelLayers, capacity: int, states: ModelStates | None) -> list[Any]:
-    """Return the layers of a cache, which ask `steps`; `capacity` is the most tokens of a row."""
+def make_layers(steps: LayerSteps, layers: ModelLayers, capacity: int, states: ModelStates | None) -> list[Any]:
+    """Return the layers of a cache, which ask `steps` and `states`; `capacity` is the most tokens of a row."""
     made: list[Any] = []
     for index, (window, owns) in enumerate(zip(layers.windows, layers.owners, strict=True)):
-        if states is not None and index in states.layers:
-            if owns:
-                made.append(PagedStateLayer(steps, states, index, window, capacity))
-            else:
-                made.append(StateLayer(steps, states, index))
+        if states is None or index not in states.layers:
+            paged = PagedLayer(steps, index, window, capacity, layers.croppable[index]) if owns else DummyLayer()
+            made.append(paged)
         elif owns:
-            made.append(PagedLayer(steps, index, window, capacity, layers.croppable[index]))
+            made.append(PagedStateLayer(steps, states, index, window, capacity))
         else:
-            made.append(DummyLayer())
+            made.append(StateLayer(states, index))
     return made

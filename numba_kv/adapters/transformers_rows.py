@@ -104,7 +104,7 @@ class ModelRows:
         is_first = not self._sequences
         if not is_first and rows != len(self._sequences):
             raise InputError(
-                f"key_states: {rows} rows given, the cache holds {len(self._sequences)}; call reset() before another batch"
+                f"batch: {rows} rows given, the cache holds {len(self._sequences)}; call reset() before another batch"
             )
         lengths = np.zeros(rows, np.int64) if is_first else self.lengths
         dropped = self._dropped(lengths, tokens, pads)
@@ -112,13 +112,15 @@ class ModelRows:
         self._check_room(lengths, counts)
         before = self.length
         sequences = self.batch.update(admit=[1] * rows) if is_first else self._sequences
+        if is_first:
+            self.batch.align_states()  # row i has its states in slot i from now on
         try:
             if lengths.all() and not dropped.any():
                 view = self.batch.step(tokens)
             else:
                 view = self.batch.step({s: int(n) for s, n in zip(sequences, counts, strict=True) if n})
         except BaseException:
-            if is_first and not self.batch.guard.is_closed:
+            if is_first and not self.batch.guard.is_closed and self.batch.guard.poison is None:
                 self.batch.update(retire=sequences)
             raise
         if is_first:
@@ -217,7 +219,7 @@ class ModelRows:
             self.batch.reorder({row: old[parent] for row, parent in zip(rows, parents, strict=True)})
             self.batch.align_states()
         except BaseException:
-            if not self.batch.guard.is_closed:
+            if not self.batch.guard.is_closed and self.batch.guard.poison is None:
                 self.batch.update(retire=more)
             raise
         self.batch.update(retire=old[len(parents) :])
@@ -244,14 +246,14 @@ class ModelRows:
     def _check_room(self, lengths: NDArray[np.int64], counts: NDArray[np.int64]) -> None:
         if len(lengths) > self._most:
             raise CapacityError(
-                f"key_states: {len(lengths)} rows given, the cache was made for max_batch {self._most}",
+                f"batch: {len(lengths)} rows given, the cache was made for max_batch {self._most}",
                 needed=len(lengths),
                 free=self._most,
             )
         longest = int((lengths + counts).max())
         if longest > self._capacity:
             raise CapacityError(
-                f"key_states: a row would have {longest} tokens, the cache was made for max_tokens {self._capacity}",
+                f"tokens: a row would have {longest} tokens, the cache was made for max_tokens {self._capacity}",
                 needed=longest,
                 free=self._capacity,
             )

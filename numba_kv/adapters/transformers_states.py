@@ -1,10 +1,10 @@
 """States of recurrent layers in resident slots, as transformers asks a cache about them.
 
-Row i of the model's batch has its states in slot i, so that what a layer is handed is a view of the pool: models change
-convolution states there in place, and tell nobody. ::
+Row i of the model's batch has its states in slot i, so that a layer is handed a view of the pool: with one token a row, models
+change states there in place and tell nobody. ::
 
     conv state       [B, C, columns]    of the model's element type, the newest input in the last column
-    recurrent state  [B, H, D, S]       float32; [B, D, S] in models without heads; none beside a convolution alone
+    recurrent state  [B, H, D, S]       float32; [B, D, S] in Mamba-1, which has no heads; none in layers of a convolution alone
 """
 
 from __future__ import annotations
@@ -13,96 +13,165 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from numba_kv.errors import InteropError, ShapeError
+from numba_kv.config import Mamba1Layer
+from numba_kv.errors import InputError, InteropError, ShapeError, StateError
 
 if TYPE_CHECKING:
-    from numba_kv.adapters.transformers_layers import StateLayer
+    from numba_kv.adapters.transformers_rows import RowStep
     from numba_kv.shared_resources import SharedResources
 
 __all__ = ["ModelStates"]
 
 
 class ModelStates:
-    """The states of one model. Borrows the pools.
+    """The states of one model, and what a forward does with them. Borrows the pools.
 
     Parameters
     ----------
     resources : SharedResources
         Of the model.
     layers : frozenset of int
-        Layers with a state.
+        Layers with a recurrent or a convolution state.
 
     Attributes
     ----------
     layers : frozenset of int
-        Layers with a state.
+        Layers with a recurrent or a convolution state.
     place : torch.device
         Where they are.
+    reached : set of int
+        Layers that have used their states in the current step.
     """
 
     def __init__(self, resources: SharedResources, layers: frozenset[int]) -> None:
         caches, device = resources.cache_managers[0], resources.device
-        kind = caches.mamba_cache.layer
-        with_state = layers if kind is not None and kind.has_state else frozenset[int]()
+        layer = resources.plan.config.recurrent_layer
         self.layers = layers
         self.place = torch.device("cuda", device.ordinal) if device.target == "cuda" else torch.device("cpu")
+        self.reached: set[int] = set()
+        self._step: RowStep | None = None
+        self._rows = 0
+        self._previous: set[int] = set()
+        self._stored: set[int] = set()
         with torch.inference_mode(False):  # or nobody could change them in place later
-            self._conv = {layer: torch.from_dlpack(caches.conv_state(layer)) for layer in layers}
-            self._recurrent = {layer: torch.from_dlpack(caches.recurrent_state(layer)) for layer in with_state}
-        self._users: list[StateLayer] = []
+            self._conv = {each: torch.from_dlpack(caches.conv_state(each)) for each in layers}
+            self._recurrent: dict[int, Any] = {}
+            if layer is not None and layer.has_recurrent_state:
+                self._recurrent = {each: torch.from_dlpack(caches.recurrent_state(each)) for each in layers}
+            if isinstance(layer, Mamba1Layer):
+                self._recurrent = {each: pool[:, 0] for each, pool in self._recurrent.items()}
 
-    def tell(self, layer: StateLayer) -> None:
-        """Tell a layer from now on when its states have gone, or have other rows."""
-        self._users.append(layer)
+    # -- what the forward says -----------------------------------------------------------------------------------
 
-    def conv(self, layer: int, given: Any, columns: int) -> Any:
-        """Return the convolution states of as many rows as `given` [B, C, n] has.
+    def begin(self, step: RowStep) -> None:
+        """Note that layers will use the states of the rows of a step."""
+        self._step, self._rows = step, step.rows
+        self.reached.clear()
 
-        Raises
-        ------
-        ShapeError, InteropError
-            If they are of another shape, element type or device.
-        """
-        held = self._conv[layer]
-        rows = given.shape[0]
-        wanted = (rows, *held.shape[1:])
-        _check("conv_states", layer, (*given.shape[:-1], columns), wanted)
-        _check_kind("conv_states", given, held)
-        return self._rows(held, rows)
-
-    def recurrent(self, layer: int, given: Any) -> Any:
-        """Return the recurrent states of as many rows as `given` has, in its shape.
-
-        Raises
-        ------
-        ShapeError, InteropError
-            As `conv`; and if the layer is a convolution alone.
-        """
-        held = self._recurrent.get(layer)
-        if held is None:
-            raise ShapeError(
-                f"recurrent_states: {list(given.shape)} given, but layer {layer} is a convolution alone; "
-                "the cache is of another model"
-            )
-        rows, sizes = given.shape[0], tuple(held.shape[1:])
-        wanted = (rows, *(sizes[1:] if sizes[0] == 1 and given.ndim == held.ndim - 1 else sizes))
-        _check("recurrent_states", layer, tuple(given.shape), wanted)
-        _check_kind("recurrent_states", given, held)
-        return self._rows(held, rows).view(wanted)
+    def end(self) -> None:
+        """Note that the forward is over: from now on states are shown as copies."""
+        self._step = None
 
     def forget(self) -> None:
         """Note that no row has a state: the next ones find zeros."""
-        for layer in self._users:
-            layer.forget()
+        self._rows = 0
+        self._previous.clear()
+        self._stored.clear()
 
     def resize(self, rows: int) -> None:
         """Note that there are `rows` rows now, whose states are in their slots."""
-        for layer in self._users:
-            layer.resize(rows)
+        self._rows = rows
 
-    def _rows(self, held: Any, rows: int) -> Any:
+    def close(self) -> None:
+        """Let go of the pools; a second call does nothing."""
+        self.end()
+        self.forget()
+        self._conv.clear()
+        self._recurrent.clear()
+
+    # -- what the layers do --------------------------------------------------------------------------------------
+
+    def has_previous(self, layer: int) -> bool:
+        """Return whether a layer has a state from a forward before."""
+        return layer in self._previous
+
+    def conv(self, layer: int) -> Any:
+        """Return the inputs [B, C, columns] that a layer keeps, None before the first ones; see `PagedCache.get_conv_state`."""
+        return self._shown(layer, self._conv, self._previous)
+
+    def recurrent(self, layer: int) -> Any:
+        """Return the states of a layer as `conv` does its inputs; None if it has a convolution alone."""
+        return self._shown(layer, self._recurrent, self._stored)
+
+    def update_conv(self, layer: int, given: Any, columns: int | None) -> Any:
+        """Keep the last inputs of a layer; see `StateLayer.update_conv_state`."""
+        step = self._reach("update_conv_state", layer)
+        pool = self._conv[layer]
+        kept_columns = given.shape[-1] if columns is None else columns
+        _check("conv_states", layer, (*given.shape[:-1], kept_columns), (step.rows, *pool.shape[1:]))
+        _check_kind("conv_states", given, pool)
+        kept = self._view(pool)
+        missing = kept_columns - given.shape[-1]
+        whole = given
+        if layer in self._previous:
+            whole = torch.cat([kept, given], dim=-1)
+        elif missing > 0:
+            whole = torch.nn.functional.pad(given, (missing, 0))
+        with torch.no_grad():
+            kept.copy_(whole[..., -kept_columns:])
+        self._previous.add(layer)
+        return whole
+
+    def update_recurrent(self, layer: int, given: Any) -> Any:
+        """Store the states behind a step; see `StateLayer.update_recurrent_state`."""
+        step = self._reach("update_recurrent_state", layer)
+        pool = self._recurrent.get(layer)
+        if pool is None:
+            raise ShapeError(f"recurrent_states: given in layer {layer}, which has a convolution alone")
+        _check("recurrent_states", layer, tuple(given.shape), (step.rows, *pool.shape[1:]))
+        _check_kind("recurrent_states", given, pool)
+        kept = self._view(pool)
+        with torch.no_grad():
+            kept.copy_(given)
+        self._stored.add(layer)
+        return kept
+
+    # -- parts ---------------------------------------------------------------------------------------------------
+
+    def _shown(self, layer: int, pools: dict[int, Any], filled: set[int]) -> Any:
+        """Return a layer's part of a pool: what the layer may change while a forward runs, a copy otherwise."""
+        pool = pools.get(layer)
+        if pool is None or layer not in filled:
+            return None
+        if self._step is None:
+            return self._view(pool).clone()
+        self.reached.add(layer)
+        return self._view(pool)
+
+    def _reach(self, call: str, layer: int) -> RowStep:
+        """Note that a layer has used its state, and return the step.
+
+        Raises
+        ------
+        InputError
+            If the layer has none.
+        StateError
+            If no forward of the model is running.
+        """
+        if layer not in self.layers:
+            raise InputError(f"layer_idx: {layer} has no state; the layers of the cache that do are {sorted(self.layers)}")
+        if self._step is None:
+            raise StateError(
+                f"{call}: a cache with recurrent states works in forwards of the model that it was made for, not in another "
+                "model or in layers that are called one by one"
+            )
+        self.reached.add(layer)
+        return self._step
+
+    def _view(self, pool: Any) -> Any:
+        """Return the states of the rows. Its own tensor each time: what is changed in place may join a graph of gradients."""
         with torch.inference_mode(False):
-            return held[:rows]
+            return pool[: self._rows].detach()
 
 
 def _check(name: str, layer: int, shape: tuple[int, ...], wanted: tuple[int, ...]) -> None:
@@ -110,8 +179,8 @@ def _check(name: str, layer: int, shape: tuple[int, ...], wanted: tuple[int, ...
         raise ShapeError(f"{name}: {list(shape)} given, {list(wanted)} wanted in layer {layer}; the cache is of another model")
 
 
-def _check_kind(name: str, given: Any, held: Any) -> None:
-    if given.dtype is not held.dtype:
-        raise InteropError(f"{name}: {given.dtype} given, the cache was made for {held.dtype}")
-    if given.device != held.device:
-        raise InteropError(f"{name}: on {given.device}, the cache is on {held.device}; one model on one device is wanted")
+def _check_kind(name: str, given: Any, pool: Any) -> None:
+    if given.dtype is not pool.dtype:
+        raise InteropError(f"{name}: {given.dtype} given, the cache was made for {pool.dtype}")
+    if given.device != pool.device:
+        raise InteropError(f"{name}: on {given.device}, the cache is on {pool.device}; one model on one device is wanted")

@@ -128,14 +128,14 @@ class Composer:
     def align_states(self) -> int:
         """Move recurrent states so that row i's are in slot i; return how many moved."""
         states = self.launches.states
-        cycles = [] if states is None else states.strays()
-        if cycles:
-            self.begin()
-            self._start_change()
-            before = self.device.bytes_sent
-            self.launches.align_states(cycles)
-            self._count(before)
-        return sum(map(len, cycles))
+        if states is None or not states.strays:
+            return 0
+        self.begin()
+        self._start_change()
+        before = self.device.bytes_sent
+        moved = self.launches.align_states(states)
+        self._count(before)
+        return moved
 
     def move_pages(self, leases: LeasePlan) -> None:
         """Move pages between rows and the pool, at most as many to rows as one block holds."""

@@ -33,11 +33,11 @@ class KeptStates:
         self._memory = memory
 
     def capture(self, row: int, slot: int) -> None:
-        """Copy the states of a row to a slot. Stream: enqueues two kernels."""
+        """Copy the states of a row to a slot. Stream: enqueues one kernel for each pool."""
         self._move(row, slot, out=True)
 
     def restore(self, row: int, slot: int) -> None:
-        """Copy the states in a slot to a row. Stream: enqueues two kernels."""
+        """Copy the states in a slot to a row. Stream: enqueues one kernel for each pool."""
         self._move(row, slot, out=False)
 
     def _move(self, row: int, slot: int, *, out: bool) -> None:

@@ -239,11 +239,12 @@ class StepLaunches:
         if self.states is not None:
             self.states.permute(cycles)
 
-    def align_states(self, cycles: list[list[int]]) -> None:
-        """Move states along `StateRows.strays`: one copy, one kernel."""
+    def align_states(self, states: StateRows) -> int:
+        """Move states to the slots of their rows: one copy, one kernel. Return how many moved."""
+        cycles = states.strays
         self._send_cycles(cycles)
-        if self.states is not None:
-            self.states.align(cycles)
+        states.align(cycles)
+        return sum(map(len, cycles))
 
     def _send_cycles(self, cycles: list[list[int]]) -> None:
         words = self._staging.acquire()

@@ -147,6 +147,11 @@ class SequenceMoves(HostlessSteps):
         int
             States that moved.
 
+        Raises
+        ------
+        StateError
+            While a graph is captured, or if the batch cannot be used.
+
         Stream: enqueues one copy and one kernel if any moves. Cost: reads and writes the states that move once.
         """
         with self.guard:

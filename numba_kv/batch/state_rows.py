@@ -59,9 +59,9 @@ class StateRows:
         self._buffers = buffers
         self._device = buffers.device
         self.slots = np.arange(buffers.plan.config.max_batch_size)
-        self._places = buffers.edits, buffers.state_slots, buffers.state_index
-        self._start = states.bind_fresh(*self._places)
-        self._align: Callable[[int], None] | None = None
+        places = buffers.edits, buffers.state_slots, buffers.state_index
+        self._start = states.bind_fresh(*places)
+        self._align = states.bind_permute(*places)
         self._permute = permute_state_rows.bind(
             self._device,
             {"edits": buffers.edits, "state_slots": buffers.state_slots, "state_index": buffers.state_index},
@@ -80,20 +80,13 @@ class StateRows:
         for cycle in cycles:
             self.slots[cycle] = self.slots[[*cycle[1:], cycle[0]]]
 
+    @property
     def strays(self) -> list[list[int]]:
-        """Return the cycles s0 <- s1 <- ... <- s0 of slots whose states `align` moves, and make what that needs.
-
-        Stream: host only.
-        """
-        cycles = cycles_of(self.slots)
-        if cycles and self._align is None:
-            self._align = self._states.bind_permute(*self._places)
-        return cycles
+        """Cycles s0 <- s1 <- ... <- s0 of slots that hold the states of other rows than their own."""
+        return cycles_of(self.slots)
 
     def align(self, cycles: list[list[int]]) -> None:
         """Move the states of row i to slot i, along those `strays` that the device has. Stream: enqueues one kernel."""
-        if self._align is None:
-            raise InvariantError("align: strays() was not called before")
         self._align(len(cycles))
         self.slots = np.arange(len(self.slots))
 
@@ -102,7 +95,7 @@ class StateRows:
         self._states.prepare_copies()
 
     def fork(self, parent: int, rows: Sequence[int]) -> None:
-        """Copy the states of row `parent` to `rows`. Stream: enqueues one copy and two kernels."""
+        """Copy the states of row `parent` to `rows`. Stream: enqueues one copy, and one kernel for each pool."""
         self._states.copy_slots([(int(self.slots[parent]), int(self.slots[row])) for row in rows])
 
     @property
@@ -111,11 +104,11 @@ class StateRows:
         return self._states.slot_nbytes
 
     def move(self, row: int, memory: Memory, at: int, *, out: bool) -> None:
-        """Copy the states of a row to memory of the caller, or back. Stream: enqueues two kernels."""
+        """Copy the states of a row to memory of the caller, or back. Stream: enqueues one kernel for each pool."""
         self._states.move_slot(int(self.slots[row]), memory, at, out=out)
 
     def bind_move(self, memory: Memory, at: int, *, out: bool) -> Callable[[int], None]:
-        """Return `move` as a call that takes a row, bound already. Stream of the call: two kernels."""
+        """Return `move` as a call that takes a row, bound already. Stream of the call: one kernel for each pool."""
         move = self._states.bind_move(memory, at, out=out)
         return lambda row: move(int(self.slots[row]))
 

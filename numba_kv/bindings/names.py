@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from numba_kv.config.state_layout import state_plans
+from numba_kv.config.state_layout import RESIDENT_STATES, state_plans
 
 if TYPE_CHECKING:
     from numba_kv.config import LLMEngineConfig
@@ -51,7 +51,6 @@ ZERO_BUFFER = "zero_buffer"
 
 #: A state's names: before a step, and behind it.
 STATE_PREFIXES = ("", "present_")
-_RESIDENT = ("recurrent_state", "conv_state")
 #: Inputs that describe the tokens and rows of a step, in the order of the reference.
 _STEP = (
     "positions",
@@ -124,12 +123,12 @@ def state_names(config: LLMEngineConfig) -> tuple[str, ...]:
 
     Behind the step they begin with ``present_``, and are the same memory.
     """
-    return tuple(state.name for state in state_plans(config) if state.name in _RESIDENT)
+    return tuple(state.name for state in state_plans(config) if state.name in RESIDENT_STATES)
 
 
 def intermediate_names(config: LLMEngineConfig) -> tuple[str, ...]:
     """Return what the names of snapshots and stashes of a verification step start with, a layer's number left out."""
-    return tuple(state.name for state in state_plans(config) if state.name not in _RESIDENT)
+    return tuple(state.name for state in state_plans(config) if state.name not in RESIDENT_STATES)
 
 
 def rope_names(count: int) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ from numba_kv.cache.state_commit import StateCommits
 from numba_kv.cache.state_copies import SlotState, StateCopies
 from numba_kv.cache.state_slab import StateSlab
 from numba_kv.cache.state_verification import StateVerification
-from numba_kv.config.state_layout import state_plans
+from numba_kv.config.state_layout import RESIDENT_STATES, state_plans
 from numba_kv.device import Tensor
 from numba_kv.device.guard import CallGuard
 from numba_kv.errors import InputError, ShapeError, StateError
@@ -122,7 +122,7 @@ class MambaCacheManager(StateVerification):
             raise InputError("recurrent_state: the recurrent layers are convolutions alone; conv_state is all that they keep")
         if slab is None:
             raise InputError(f"name: {name!r} is not one of {', '.join(self._slabs)}")
-        if name in ("recurrent_state", "conv_state"):
+        if name in RESIDENT_STATES:
             return slab.layer(number)
         return slab.layer(number, (*self._commits.packed, *slab.plan.shape[3:]))
 

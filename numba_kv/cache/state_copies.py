@@ -10,6 +10,7 @@ import numpy as np
 
 from numba_kv.cache.kv_operands import check_aligned, unowned
 from numba_kv.cache.state_slab import HALF, WORD, StateSlab
+from numba_kv.config.state_layout import RESIDENT_STATES
 from numba_kv.device import Memory, Staging, Tensor
 from numba_kv.device.interop import as_tensor
 from numba_kv.dtypes import dtype
@@ -36,7 +37,6 @@ __all__ = ["PART_NBYTES", "SlotState", "StateCopies"]
 PART_NBYTES = 1 << 14
 #: Pairs of one launch.
 _MAX_PAIRS = 1024
-_KINDS = ("recurrent_state", "conv_state")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -72,11 +72,11 @@ class StateCopies:
 
     def __init__(self, device: Device, slabs: dict[str, StateSlab]) -> None:
         self._device = device
-        self._pools = {name: slabs[name] for name in _KINDS if name in slabs}
+        self._pools = {name: slabs[name] for name in RESIDENT_STATES if name in slabs}
         conv = slabs["conv_state"]
         recurrent = slabs.get("recurrent_state", conv)  # stands for none: it has no parts then
         self._layers, self._slots = conv.plan.shape[:2]
-        sizes = [slabs[name].slot_nbytes if name in slabs else 0 for name in _KINDS]
+        sizes = [slabs[name].slot_nbytes if name in slabs else 0 for name in RESIDENT_STATES]
         self._unit = WORD if all(size % WORD == 0 for size in sizes) else HALF
         parts = [ceil_div(size, PART_NBYTES) for size in sizes]
         self._parts = sum(parts)
@@ -187,7 +187,7 @@ class StateCopies:
         """Set a slot; see `MambaCacheManager.restore_slot`."""
         given = {
             name: self._checked(name.removesuffix("_state"), self._pools.get(name), arrays)
-            for name, arrays in zip(_KINDS, (recurrent, conv), strict=True)
+            for name, arrays in zip(RESIDENT_STATES, (recurrent, conv), strict=True)
         }
         launches: list[tuple[Launch, int]] = []  # all bound before the first one runs
         for name, pool in self._pools.items():

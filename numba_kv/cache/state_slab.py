@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from numba_kv.config.state_layout import RESIDENT_STATES
 from numba_kv.device import Tensor
 from numba_kv.dtypes import dtype
 from numba_kv.errors import StateError
@@ -54,7 +55,7 @@ class StateSlab:
     @property
     def slot_nbytes(self) -> int:
         """Bytes of one slot, or of one row's one token, of one layer."""
-        axes = 2 if self.plan.name in ("recurrent_state", "conv_state") else 3
+        axes = 2 if self.plan.name in RESIDENT_STATES else 3
         return math.prod(self.plan.shape[axes:]) * dtype(self.plan.dtype).itemsize
 
     def layer(self, layer: int, shape: tuple[int, ...] | None = None) -> Tensor:

@@ -31,7 +31,7 @@ class StateVerification(Unique):
     def has_intermediate_recurrent_states(self) -> bool:
         """Whether a verification step keeps what a commit of recurrent states needs: snapshots or inputs."""
         layer = self.plan.config.recurrent_layer
-        return self.has_commits and layer is not None and layer.has_state
+        return self.has_commits and layer is not None and layer.has_recurrent_state
 
     @property
     def has_intermediate_conv_states(self) -> bool:

@@ -13,7 +13,7 @@ from numba_kv.config.read import INT64_MAX, Reader, words
 
 __all__ = [
     "CHUNKED",
-    "DOUBLED",
+    "ATTENDS_TWICE_HIDDEN",
     "FULL",
     "SLIDING",
     "FAMILIES",
@@ -154,7 +154,7 @@ HEAD_DIMS: Mapping[str, int] = {
 }
 
 #: Families whose attention reads the embeddings beside the hidden states: heads share twice the channels.
-DOUBLED = frozenset({"zamba2"})
+ATTENDS_TWICE_HIDDEN = frozenset({"zamba2"})
 
 #: Families' own names of keys, mostly older ones'.
 KEY_ALIASES: Mapping[str, Mapping[str, str]] = {

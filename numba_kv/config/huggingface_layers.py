@@ -6,7 +6,7 @@ Knows the keys of a layer and what may be ambiguous about them. What a family me
 
 from __future__ import annotations
 
-from numba_kv.config.huggingface_families import DOUBLED, FAMILIES, HEAD_DIMS, MAX_LAYERS, Kind, periodic_kinds
+from numba_kv.config.huggingface_families import ATTENDS_TWICE_HIDDEN, FAMILIES, HEAD_DIMS, MAX_LAYERS, Kind, periodic_kinds
 from numba_kv.config.huggingface_per_layer import PER_LAYER, layer_readers
 from numba_kv.config.layers import AttentionLayer
 from numba_kv.config.read import INT64_MAX, Reader, show, words
@@ -72,13 +72,14 @@ def _kinds(reader: Reader, family: str, count: int) -> tuple[Kind, ...]:
 
 
 def _head_dim(reader: Reader, family: str, heads: int) -> int:
-    for key in ("head_dim",) if family in DOUBLED else ("head_dim", "kv_channels"):  # which is half of it there
+    is_wide = family in ATTENDS_TWICE_HIDDEN  # their kv_channels are those of a head that reads the hidden states alone
+    for key in ("head_dim",) if is_wide else ("head_dim", "kv_channels"):
         if reader.has(key):
             return reader.integer(key, 1)
     if "head_dim" not in reader.values and family in HEAD_DIMS:
         return HEAD_DIMS[family]
     hidden, name = reader.integer("hidden_size", 1), "hidden_size"
-    if family in DOUBLED:
+    if is_wide:
         hidden, name = 2 * hidden, "twice hidden_size"
     if hidden % heads:
         raise reader.error("head_dim", f"missing, and {name} {hidden} is not a multiple of num_attention_heads {heads}")

@@ -123,7 +123,7 @@ def _last_of_few(reader: Reader) -> Types:
     return tuple(_RECURRENT if (index + 1) % period else _ATTENTION for index in range(_count(reader)))
 
 
-def _every_fourth_and_one(reader: Reader) -> Types:
+def _olmo_hybrid_types(reader: Reader) -> Types:
     """OLMo Hybrid: attention in every fourth layer, and in the last one of a model that has no fourth."""
     if reader.has("layer_types"):
         return _listed(reader, "layer_types", _TWO)
@@ -132,20 +132,20 @@ def _every_fourth_and_one(reader: Reader) -> Types:
     return tuple(_ATTENTION if index in places else _RECURRENT for index in range(count))
 
 
-def _convolutions(reader: Reader) -> Types:
+def _lfm2_types(reader: Reader) -> Types:
     """LFM2: listed by kind, or by where attention is, which then is everywhere unless that is stated."""
     if reader.has("layer_types"):
-        return _listed_convolutions(reader)
+        return _lfm2_listed_types(reader)
     count, key = _count(reader), "full_attn_idxs"
     chosen = reader.integers(key, 0, count - 1) if reader.has(key) else range(count)
     return tuple(_ATTENTION if index in chosen else _RECURRENT for index in range(count))
 
 
-def _listed_convolutions(reader: Reader) -> Types:
+def _lfm2_listed_types(reader: Reader) -> Types:
     return _listed(reader, "layer_types", ("conv", "full_attention"))
 
 
-def _states_in_every_layer(reader: Reader) -> Types:
+def _zamba2_types(reader: Reader) -> Types:
     """Zamba2: every layer has a state, and those called hybrid have attention besides."""
     key = "layers_block_type" if reader.has("layers_block_type") or not reader.has("layer_types") else "layer_types"
     return _listed(reader, key, ("mamba", "linear_attention", "hybrid"))
@@ -323,11 +323,11 @@ RECURRENT_FAMILIES: Mapping[str, tuple[Callable[[Reader], Types], Callable[[Read
     "falcon_h1": (_both_in_every_layer, _FALCON_H1),
     "granitemoehybrid": (_listed_or_recurrent, _BAMBA),
     "jamba": (_attention_at_offset, _mamba1("mamba_expand", "mamba_d_state", "mamba_d_conv")),
-    "lfm2": (_convolutions, _short_conv),
-    "lfm2_moe": (_listed_convolutions, _short_conv),
+    "lfm2": (_lfm2_types, _short_conv),
+    "lfm2_moe": (_lfm2_listed_types, _short_conv),
     "mamba": (_every_layer, _mamba1("expand", "state_size", "conv_kernel", inner="intermediate_size")),
     "mamba2": (_every_layer, _MAMBA2),
     "nemotron_h": (_blocks, _NEMOTRON_H),
-    "olmo_hybrid": (_every_fourth_and_one, _gated_delta_net),
-    "zamba2": (_states_in_every_layer, _ZAMBA2),
+    "olmo_hybrid": (_olmo_hybrid_types, _gated_delta_net),
+    "zamba2": (_zamba2_types, _ZAMBA2),
 }

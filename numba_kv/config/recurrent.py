@@ -87,7 +87,7 @@ class RecurrentLayer:
     def __post_init__(self) -> None:
         if type(self) is RecurrentLayer:
             raise ConfigError("RecurrentLayer: make a Mamba1Layer, a Mamba2Layer, a GatedDeltaNetLayer or a ShortConvLayer")
-        of_state = ("num_heads", "head_dim", "state_size") if self.has_state else ()
+        of_state = ("num_heads", "head_dim", "state_size") if self.has_recurrent_state else ()
         for name in (*of_state, "conv_dim", "conv_kernel", *self.own_counts):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= INT32_MAX:
@@ -96,7 +96,7 @@ class RecurrentLayer:
             object.__setattr__(self, name, check_state_dtype(name, getattr(self, name)))
 
     @property
-    def has_state(self) -> bool:
+    def has_recurrent_state(self) -> bool:
         """Whether there is a state beside the convolution."""
         return True
 
@@ -199,7 +199,7 @@ class ShortConvLayer(RecurrentLayer):
     recurrent_state_dtype: str = field(default="float32", init=False, repr=False)
 
     @property
-    def has_state(self) -> bool:
+    def has_recurrent_state(self) -> bool:
         """Whether there is a state beside the convolution."""
         return False
 

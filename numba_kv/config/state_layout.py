@@ -29,8 +29,10 @@ from numba_kv.geometry import round_up
 if TYPE_CHECKING:
     from numba_kv.config.engine import LLMEngineConfig
 
-__all__ = ["StatePlan", "slot_nbytes", "state_plans"]
+__all__ = ["RESIDENT_STATES", "StatePlan", "slot_nbytes", "state_plans"]
 
+#: What a slot holds between steps.
+RESIDENT_STATES = ("recurrent_state", "conv_state")
 _ALIGNMENT, _WORD = 256, 8
 
 
@@ -72,12 +74,12 @@ def state_plans(config: LLMEngineConfig) -> tuple[StatePlan, ...]:
     state, conv = layer.state_shape, layer.conv_shape(config.conv_state_room)
     heads, dim, size = state
     found = [StatePlan("conv_state", (layers, rows, *conv), layer.conv_state_dtype)]
-    if layer.has_state:
+    if layer.has_recurrent_state:
         found.insert(0, StatePlan("recurrent_state", (layers, rows, *state), layer.recurrent_state_dtype))
     head = (layers, rows, verify)
     if config.has_conv_snapshots:
         found.append(StatePlan("intermediate_conv_state", (*head, *conv), layer.conv_state_dtype))
-    if verify and layer.has_state and config.recurrent_spec_verify_mode == "snapshot":
+    if verify and layer.has_recurrent_state and config.recurrent_spec_verify_mode == "snapshot":
         found.append(StatePlan("intermediate_recurrent_state", (*head, *state), layer.recurrent_state_dtype))
     elif verify and isinstance(layer, Mamba2Layer):
         found += [
@@ -98,5 +100,5 @@ def state_plans(config: LLMEngineConfig) -> tuple[StatePlan, ...]:
 
 def slot_nbytes(config: LLMEngineConfig) -> int:
     """Return the bytes that a slot's states take outside of the arrays; 0 without recurrent layers."""
-    slabs = [plan for plan in state_plans(config) if plan.name in ("recurrent_state", "conv_state")]
+    slabs = [plan for plan in state_plans(config) if plan.name in RESIDENT_STATES]
     return sum(p.shape[0] * round_up(math.prod(p.shape[2:]) * dtype(p.dtype).itemsize, _WORD) for p in slabs)

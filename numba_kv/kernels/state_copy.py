@@ -264,10 +264,11 @@ def permute_part_of_slots(slab, edits, head, tail, base, size, first, stop, lane
     step = np.uint64(lanes)
     j = np.uint64(first) + np.uint64(lane)
     while j < np.uint64(stop):
-        kept = slab[np.uint64(base + edits[head] * size) + j]
+        kept = slab[np.uint64(base + np.int64(edits[head]) * size) + j]
         for i in range(head, tail):
-            slab[np.uint64(base + edits[i] * size) + j] = slab[np.uint64(base + edits[i + 1] * size) + j]
-        slab[np.uint64(base + edits[tail] * size) + j] = kept
+            source = np.uint64(base + np.int64(edits[i + 1]) * size) + j
+            slab[np.uint64(base + np.int64(edits[i]) * size) + j] = slab[source]
+        slab[np.uint64(base + np.int64(edits[tail]) * size) + j] = kept
         j += step
 
 
@@ -307,7 +308,8 @@ def permute_states_words(
 ):
     """Move states along cycles of slots s0 <- s1 <- ... <- s0 of `edits`, in all layers; sizes in words.
 
-    Afterwards the row of each of these slots has its own number. Item: a part, by cycle and layer.
+    `state_slots` and, of rows in use, `state_index` get the rows' own numbers. Item: a part, by cycle and layer. Bytes: the
+    states of these slots are read and written once.
     """
     each = layers * parts
     cycle = np.int64(item) // each
@@ -316,7 +318,7 @@ def permute_states_words(
     tail = np.int64(edits[cycle + 1]) - 1
     if part == 0 and lane == 0:
         for i in range(head, tail + 1):
-            row = edits[i]
+            row = np.int64(edits[i])
             state_slots[row] = row
             if state_index[row] >= 0:
                 state_index[row] = row

@@ -22,6 +22,7 @@ from numba_kv.config import (
     Mamba2Layer,
     SpecDecodeConfig,
 )
+from numba_kv.config.state_layout import RESIDENT_STATES
 from numba_kv.dtypes import dtype
 from numba_kv.errors import CapacityError
 from numba_kv.geometry import FULL, Window
@@ -258,7 +259,7 @@ def _moved(states: MambaCacheManager, sizes: SpecSizes) -> int:
     total = 0
     for name in states.state_names:
         array = states.state(name, 0)
-        if name in ("recurrent_state", "conv_state"):
+        if name in RESIDENT_STATES:
             total += 2 * math.prod(array.shape[1:]) * array.dtype.itemsize
         elif name.startswith("replay_"):
             total += sizes.accepted_tokens * math.prod(array.shape[2:]) * array.dtype.itemsize

@@ -50,7 +50,7 @@ def test_a_family_generates_the_same(name: str, shape: tuple[int, tuple[int, ...
 
 
 @pytest.mark.parametrize("shape", [LONG, PADDED], ids=["long", "padded"])
-@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_oss", "gemma4", "deepseek_v3", "mimo_v2_flash", "qwen3_5", "jamba"])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_oss", "gemma4", "deepseek_v3", "mimo_v2_flash", *HYBRID_FAMILIES])
 def test_bfloat16(name: str, shape: tuple[int, tuple[int, ...]], target: str, steps: int) -> None:
     check_family(name, target, steps, shape, kind="bfloat16")
 

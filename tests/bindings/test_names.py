@@ -81,7 +81,7 @@ STATE_NAMES = ["recurrent_state_{}", "present_recurrent_state_{}", "conv_state_{
 def test_the_names_of_recurrent_layers(layer: Any, limits: dict[str, Any], kept: list[str]) -> None:
     names = binding_names(recurrent_config(layer, 2, **limits))
     found = [name for name in names if re.fullmatch(r".*_state_\d+", name)]
-    states = [form for form in STATE_NAMES if layer.has_state or "conv" in form]
+    states = [form for form in STATE_NAMES if layer.has_recurrent_state or "conv" in form]
     assert found == [form.format(number) for number in range(2) for form in (*states, *kept)]
     assert [name for name in names if "key_values" in name] == ["past_key_values_0", "present_key_values_0"]
 

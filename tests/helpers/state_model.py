@@ -36,7 +36,7 @@ class StateModel:
         if self.is_mamba:
             made |= {"da": random.uniform(0.5, 1, heads), "u": random.normal(size=(heads, dim))}
             made |= {"b": random.normal(size=(layer.num_groups, size)), "dt": random.uniform(0, 1, heads)}
-        elif layer.has_state:
+        elif layer.has_recurrent_state:
             key = random.normal(size=(layer.num_key_heads, dim))
             made |= {"k": key / np.linalg.norm(key, axis=-1, keepdims=True), "g": random.uniform(0.5, 1, heads)}
             made |= {"beta": random.uniform(0, 1, heads), "v": random.normal(size=(heads, size))}
@@ -44,7 +44,7 @@ class StateModel:
 
     def after(self, state: np.ndarray, given: Inputs) -> np.ndarray:
         """Return a state behind a token, as a kernel makes it."""
-        if not self.layer.has_state:
+        if not self.layer.has_recurrent_state:
             return state
         if self.is_mamba:
             return replayed_mamba(state, given["da"], given["u"], given["b"], given["dt"])
@@ -52,7 +52,7 @@ class StateModel:
 
     def resident(self, arrays: dict[str, np.ndarray], layer: int, slot: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the state and the convolution state in a slot; a convolution alone has a state without elements."""
-        state = arrays["recurrent_state"][layer, slot] if self.layer.has_state else np.zeros(self.layer.state_shape)
+        state = arrays["recurrent_state"][layer, slot] if self.layer.has_recurrent_state else np.zeros(self.layer.state_shape)
         return state, arrays["conv_state"][layer, slot]
 
     def step(self, view: kv.StepView, counts: dict[kv.Sequence, int]) -> None:
@@ -114,10 +114,10 @@ class StateModel:
                     if self.is_mamba:
                         drive = np.repeat(given["b"], len(state) // len(given["b"]), axis=0) * given["dt"][:, None]
                         state = state * given["da"][:, None, None] + drive[:, None, :] * given["u"][:, :, None]
-                    elif self.layer.has_state:
+                    elif self.layer.has_recurrent_state:
                         state = replayed_delta_net(state, given["k"], given["g"], given["beta"], given["v"])
                     conv = shifted(conv, given["conv"])
-                if self.layer.has_state:
+                if self.layer.has_recurrent_state:
                     assert np.allclose(found["recurrent_state"][number, slot], state, 1e-3, 1e-4), (sequence, number)
                 kept = self.layer.conv_shape(0)[1]  # columns before them are room for drafts
                 assert np.array_equal(found["conv_state"][number, slot][:, -kept:], conv[:, -kept:].astype(np.float32))

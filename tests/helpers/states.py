@@ -72,8 +72,9 @@ def states_of(config: LLMEngineConfig) -> Iterator[MambaCacheManager]:
 
 
 def kinds_of(states: MambaCacheManager) -> tuple[str, ...]:
-    """Return the arrays of resident states that there are: both, or that of convolutions alone."""
-    return tuple(name for name in ("recurrent_state", "conv_state") if name in states.state_names)
+    """Return the arrays of resident states that there have to be: both, or that of convolutions alone."""
+    layer = states.layer
+    return ("recurrent_state", "conv_state") if layer is not None and layer.has_recurrent_state else ("conv_state",)
 
 
 def values(random: np.random.Generator, shape: tuple[int, ...], kind: str) -> np.ndarray:

@@ -355,10 +355,11 @@ def test_bad_convolutions(changes: dict[str, Any], words: tuple[str, ...]) -> No
 
 def test_a_convolution_alone_has_no_state() -> None:
     layer = ShortConvLayer(conv_dim=6, conv_kernel=3)
-    assert (layer.has_state, layer.state_shape, layer.conv_shape(), layer.conv_shape(4)) == (False, (0, 0, 0), (6, 3), (6, 6))
+    assert not layer.has_recurrent_state
+    assert (layer.state_shape, layer.conv_shape(), layer.conv_shape(4)) == ((0, 0, 0), (6, 3), (6, 6))
     assert repr(layer) == "ShortConvLayer(conv_dim=6, conv_kernel=3, conv_state_dtype='bfloat16')"
     assert replace(layer, conv_dim=7) == ShortConvLayer(conv_dim=7, conv_kernel=3)
-    assert LAYER.has_state
+    assert LAYER.has_recurrent_state
     config = LLMEngineConfig(**{**MODEL, "recurrent_layer": layer})
     assert [(p.name, p.shape, p.dtype) for p in state_plans(config)] == [("conv_state", (1, 2, 6, 3), "bfloat16")]
     assert slot_nbytes(config) == 40  # 36, in whole words
