@@ -37,7 +37,6 @@ def host_device(direct: bool) -> HostDevice:
     return HostDevice("cpu") if direct else LateDevice()
 
 
-
 def of_bytes(begin: int, content: np.ndarray) -> Segment:
     def fill(out: np.ndarray, at: int) -> None:
         out[:] = content[at : at + len(out)]
@@ -101,7 +100,7 @@ def test_staging_can_be_made_in_advance(readers: int) -> None:
         for _ in range(2):  # the second time there is nothing to do
             uploader.prepare()
             made = device.pinned.current_bytes
-            assert uploader.staged_nbytes == made == 2 * readers * 1024
+            assert uploader.staged_nbytes == made == readers * min(4, 8 // readers) * 1024
         uploader.upload(segments, memory)
         assert device.pinned.current_bytes == device.pinned.peak_bytes == made
     assert np.array_equal(received(device, memory, len(whole)), whole)
@@ -417,51 +416,168 @@ def test_windows_of_files_need_no_python(
     device, segment, wanted = staged_device(), *of_a_file(files)
     monkeypatch.setattr(SafetensorsFile, "read_into", None)
     if not system_threads:
-        monkeypatch.setattr(staged_run, "_thread_functions", lambda: (0, 0, None))
+        monkeypatch.setattr(staged_run, "_thread_functions", staged_run.ThreadFunctions)
     with Uploader(device, staging_nbytes=8192, block_nbytes=1024) as uploader:
         memory = uploader.upload([segment], device.allocate(segment.nbytes))
     assert np.array_equal(received(device, memory, segment.nbytes), wanted)
 
 
-class WatchedDevice(LateDevice):
-    """Notes which threads of the system copy, and which of them are Python's."""
+READ = ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * 4)
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: set[int] = set()
-        self.known: set[int | None] = set()
-        self._has_two = threading.Event()
 
-    def _copy_block(self, destination: int, source: int, nbytes: int, stream: int) -> int:
-        self.known |= {thread.native_id for thread in threading.enumerate()}
-        self.seen.add(threading.get_native_id())
-        if len(self.seen) > 1:
-            self._has_two.set()
-        self._has_two.wait(10)
-        return super()._copy_block(destination, source, nbytes, stream)
+def reads_through(monkeypatch: pytest.MonkeyPatch, before: Callable[[], int | None]) -> object:
+    """Have files read by a function that returns what `before` does, unless that is None. It is returned, to be kept."""
+
+    @READ
+    def read(file: int, to: int, nbytes: int, offset: int) -> int:
+        result = before()
+        return os.preadv(file, [(ctypes.c_char * nbytes).from_address(to)], offset) if result is None else result
+
+    monkeypatch.setattr(staged_run, "pread_address", lambda: ctypes.cast(read, ctypes.c_void_p).value)
+    return read
 
 
 @pytest.mark.parametrize("system_threads", [True, False])
 def test_readers_of_files_are_threads_that_python_never_hears_of(
     files: list[SafetensorsFile], monkeypatch: pytest.MonkeyPatch, system_threads: bool
 ) -> None:
-    device, segment, _ = WatchedDevice(), *of_a_file(files)
+    device, segment, wanted = staged_device(), *of_a_file(files)
+    seen, known, has_two = set(), set(), threading.Event()
+
+    def before() -> None:
+        known.update(thread.native_id for thread in threading.enumerate())
+        seen.add(threading.get_native_id())
+        if len(seen) > 1:
+            has_two.set()
+        has_two.wait(10)
+
+    kept = reads_through(monkeypatch, before)
     if not system_threads:
-        monkeypatch.setattr(staged_run, "_thread_functions", lambda: (0, 0, None))
+        monkeypatch.setattr(staged_run, "_thread_functions", staged_run.ThreadFunctions)
     with Uploader(device, staging_nbytes=8192, block_nbytes=1024, num_readers=3) as uploader:
-        uploader.upload([segment], device.allocate(segment.nbytes))
-    assert len(device.seen) > 1
-    assert bool(device.seen - device.known) == system_threads
+        memory = uploader.upload([segment], device.allocate(segment.nbytes))
+    assert np.array_equal(received(device, memory, segment.nbytes), wanted)
+    assert len(seen) > 1
+    assert bool(seen - known) == system_threads
+    assert (threading.get_native_id() in seen) == system_threads  # the caller's reads too
+    del kept
+
+
+@pytest.mark.parametrize("refusing", [1, 3])
+def test_reads_that_fail_once_are_made_again(
+    files: list[SafetensorsFile], monkeypatch: pytest.MonkeyPatch, refusing: int
+) -> None:
+    """A signal may end a read of any thread."""
+    device, segment, wanted = staged_device(), *of_a_file(files)
+    refused: set[int] = set()
+    all_there = threading.Event()
+
+    def before() -> int | None:
+        thread = threading.get_native_id()
+        if thread == threading.main_thread().native_id:
+            all_there.wait(10)
+            return None
+        refused.add(thread)
+        if len(refused) == refusing:
+            all_there.set()
+        return -1
+
+    kept = reads_through(monkeypatch, before)
+    with Uploader(device, staging_nbytes=8192, block_nbytes=1024, num_readers=1 + refusing) as uploader:
+        for _ in range(2):
+            memory = uploader.upload([segment], device.allocate(segment.nbytes))
+            assert np.array_equal(received(device, memory, segment.nbytes), wanted)
+    assert len(refused) >= refusing
+    del kept
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_what_progress_raises_ends_readers_of_files(
+    files: list[SafetensorsFile], monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
+) -> None:
+    device, segment, wanted = staged_device(), *of_a_file(files)
+    reads = [0]
+
+    def before() -> None:
+        reads[0] += 1
+        threading.Event().wait(0.02)
+
+    def report(done: int, total: int) -> None:
+        if done:
+            raise error
+
+    with Uploader(device, staging_nbytes=8192, block_nbytes=1024, num_readers=3) as uploader:
+        with monkeypatch.context() as patch:
+            kept = reads_through(patch, before)
+            with pytest.raises(error):
+                uploader.upload([segment], device.allocate(segment.nbytes), report)
+            ended = reads[0]
+            threading.Event().wait(0.05)
+            assert 0 < reads[0] == ended < 30
+            del kept
+        memory = uploader.upload([segment], device.allocate(segment.nbytes))
+    assert np.array_equal(received(device, memory, segment.nbytes), wanted)
+
+
+@pytest.mark.parametrize("of", [of_a_file, of_files])
+@pytest.mark.parametrize("direct", [True, False])
+def test_meanwhile_is_called_once_beside_the_readers(
+    files: list[SafetensorsFile], of: Callable[..., tuple[Any, np.ndarray]], direct: bool
+) -> None:
+    device, (given, wanted), known = host_device(direct), of(files), threading.active_count()
+    segments = given if isinstance(given, list) else [given]
+    seen: list[tuple[Memory, int]] = []
+
+    def fails(memory: Memory) -> None:
+        raise KeyError("beside")
+
+    with Uploader(device, staging_nbytes=8192, block_nbytes=1024, num_readers=2) as uploader:
+        with pytest.raises(KeyError, match="beside"):
+            uploader.upload(segments, device.allocate(len(wanted)), meanwhile=fails)
+        assert threading.active_count() == known
+        memory = uploader.upload(
+            segments,
+            lambda: device.allocate(len(wanted)),
+            meanwhile=lambda memory: seen.append((memory, threading.get_ident())),
+        )
+        uploader.upload([], memory, meanwhile=lambda memory: seen.append((memory, threading.get_ident())))
+    assert seen == [(memory, threading.get_ident())] * 2
+    assert np.array_equal(received(device, memory, len(wanted)), wanted)
+
+
+@pytest.mark.parametrize("readers", [1, 3])
+@pytest.mark.parametrize("nbytes", [1, 1023, 1024, 1025, 29_697])
+def test_copies_are_in_order_and_take_neighbours(files: list[SafetensorsFile], readers: int, nbytes: int) -> None:
+    class Noting(LateDevice):
+        def _copy_block(self, destination: int, source: int, nbytes: int, stream: int) -> int:
+            copies.append((destination, nbytes))
+            return super()._copy_block(destination, source, nbytes, stream)
+
+    device, copies = Noting(), []
+    segment, whole = of_a_file(files)
+    with Uploader(device, staging_nbytes=12_288, block_nbytes=1024, num_readers=readers) as uploader:
+        for _ in range(2):
+            memory = dirty(device, 30_720)
+            copies.clear()
+            uploader.upload([Segment(begin=0, nbytes=nbytes, fill=segment.fill)], memory)
+            found = received(device, memory, 30_720)
+            assert np.array_equal(found[:nbytes], whole[:nbytes])
+            assert (found[nbytes:] == 0xEE).all()
+            ends = [memory.address + sum(size for _, size in copies[:i]) for i in range(len(copies) + 1)]
+            assert [begin for begin, _ in copies] + [memory.address + nbytes] == ends
+            assert max(size for _, size in copies) <= 1024 * readers  # a quarter of the blocks
+            if readers == 1:
+                assert {size for _, size in copies[:-1]} <= {1024}
 
 
 def test_threads_that_are_made_have_small_stacks_and_share_no_memory() -> None:
     made = [staged_run._thread_functions.__wrapped__() for _ in range(2)]  # as two threads do that come first together
-    assert len({ctypes.addressof(attributes) for _, _, attributes in made}) == 2
-    for create, join, attributes in made:
+    assert len({ctypes.addressof(functions.attributes) for functions in made}) == 2
+    for functions in made:
         nbytes = ctypes.c_size_t()
-        assert ctypes.CDLL(None).pthread_attr_getstacksize(attributes, ctypes.byref(nbytes)) == 0
+        assert ctypes.CDLL(None).pthread_attr_getstacksize(functions.attributes, ctypes.byref(nbytes)) == 0
         assert nbytes.value == 1 << 20
-        assert create != join
+        assert len({functions.create, functions.join, functions.let_others, 0}) == 4
 
 
 @pytest.mark.parametrize("readers", [1, 4])
