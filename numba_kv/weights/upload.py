@@ -195,6 +195,8 @@ class Uploader:
     def _run(
         self, windows: Windows, start: Callable[[], Memory], report: Progress, meanwhile: Callable[[Memory], None]
     ) -> Memory:
+        if self._running is not None:  # the end of an upload was interrupted as well
+            self._end_threads()
         stream, threads = self._device.stream, self._have_threads()
         run: DirectRun | StagedRun | None = None
         work: list[Future[None]] = []
@@ -278,7 +280,9 @@ class Uploader:
         threads, self._threads = self._threads, None
         if threads is not None:
             threads.shutdown(cancel_futures=True)
-        self._running = None
+        if self._running is not None:
+            self._running.close()
+            self._running = None
 
     def check_idle(self) -> None:
         """Raise StateError if an upload is running."""
