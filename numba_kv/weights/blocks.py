@@ -1,6 +1,6 @@
-"""Blocks: host memory that reader threads fill and copies read, each guarded by an event.
+"""Blocks: host memory that reader threads fill and copies read, one behind the other, and as many events.
 
-Knows which block is whose. Does not know what goes through it.
+Knows who makes the pages of which block. Does not know what goes through it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Blocks:
     """Up to `each` blocks a reader, in one piece of large pages. Owns it.
 
     The pages are made by the readers, several at a time, and locked in one call behind that: the driver locks one piece at a
-    time, and pages that nobody has written to slowly. Reader r of n has the blocks r, r + n, and so on.
+    time, and pages that nobody has written to slowly. Reader r of n makes those of the blocks r, r + n, and so on.
     """
 
     def __init__(self, device: Device, nbytes: int, *, num_readers: int, each: int) -> None:
@@ -37,9 +37,7 @@ class Blocks:
         self._memory: Memory | None = None  # once they are locked
         self._blocks: list[NDArray[np.uint8]] = []
         self._pages: NDArray[np.uint8] | None = None  # until then
-        self._events: list[Event] = []  # tables have their handles alone
-        self._tables: list[NDArray[np.int64]] = []
-        self._places: list[tuple[int, int]] = []
+        self._events: list[Event] = []
 
     @property
     def nbytes(self) -> int:
@@ -62,38 +60,39 @@ class Blocks:
 
     def make_pages(self, reader: int) -> None:
         """Give a reader's blocks memory. On any thread."""
-        for block in self.of(reader):
+        for block in self._blocks[reader :: self._num_readers]:
             block[::_PAGE_NBYTES] = 0
 
     def lock(self) -> None:
         """Lock the pages, unless they are. No thread may look at a block meanwhile. The device is current."""
         if self._pages is None:
             return
-        import numpy as np
-
         events = [self._device.stream.record() for _ in self._blocks]
         self._memory = self._device.lock_pages(self._pages)
         self._pages, self._events = None, events
         self._show(host_bytes(self._memory))
-        rows = [(block.ctypes.data, event.handle) for block, event in zip(self._blocks, events, strict=True)]
-        self._tables = [np.array(rows[r :: self._num_readers], np.int64) for r in range(self._num_readers)]
-        self._places = [(table.ctypes.data, len(table)) for table in self._tables]
 
-    def of(self, reader: int) -> list[NDArray[np.uint8]]:
-        """Return the bytes of a reader's blocks."""
-        return self._blocks[reader :: self._num_readers]
+    @property
+    def address(self) -> int:
+        """Where the first block begins, once they are locked."""
+        return int(self._blocks[0].ctypes.data)
 
-    def table(self, reader: int) -> NDArray[np.int64]:
-        """Return address and event of a reader's blocks, once they are locked: int64 [blocks, 2]."""
-        return self._tables[reader]
+    @property
+    def events(self) -> list[int]:
+        """Handles of events, as many as there are blocks, once they are locked."""
+        return [event.handle for event in self._events]
 
-    def place(self, reader: int) -> tuple[int, int]:
-        """Return the address of a reader's table, and its number of blocks."""
-        return self._places[reader]
+    def block(self, number: int) -> NDArray[np.uint8]:
+        """Return the bytes of a block."""
+        return self._blocks[number]
+
+    def __len__(self) -> int:
+        """Return how many there are."""
+        return len(self._blocks)
 
     def close(self) -> None:
         """Give the memory back; a second call does nothing. No copy may be under way."""
-        self._blocks, self._pages, self._events, self._tables, self._places = [], None, [], [], []
+        self._blocks, self._pages, self._events = [], None, []
         memory, self._memory = self._memory, None
         if memory is not None:
             memory.close(self._device.stream)

@@ -49,6 +49,13 @@ class DirectRun:
         """Let every reader return after the window that it is at."""
         self._left.clear()
 
+    def start(self) -> None:
+        """Do nothing: `parts` are all that there is."""
+
+    def go_on(self) -> bool:
+        """Return True, as there."""
+        return True
+
     @property
     def parts(self) -> list[Callable[[], None]]:
         """What is to run, each on a thread of its own: a part for each reader.

@@ -189,9 +189,14 @@ class ExternalWeightManager:
                 undo.callback(self._give_back, memory)
                 return memory
 
+            tensors: dict[str, Tensor] = {}
+
+            def show(memory: Memory) -> None:
+                for b in found:
+                    tensors[b.name] = Tensor(memory, self._device, b.dtype, b.shape, offset_nbytes=offsets[b.name])
+
             with lent_uploader(self._uploader, self._device, self._staging_nbytes) as uploader:
-                memory = uploader.upload(segments, take, progress)
-            tensors = {b.name: Tensor(memory, self._device, b.dtype, b.shape, offset_nbytes=offsets[b.name]) for b in found}
+                memory = uploader.upload(segments, take, progress, meanwhile=show)
             self._want("constructed")  # another call may have closed it, or loaded, meanwhile
             undo.pop_all()
         self._memory, self._bindings, self._tensors = memory, tuple(found), tensors

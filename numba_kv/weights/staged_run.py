@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import TYPE_CHECKING
 
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 __all__ = ["StagedRun"]
 
 _STACK_NBYTES = 1 << 20
+#: Bytes of a copy at most, where blocks are that many times more. Larger ones are hardly faster, and keep more blocks busy.
+_COPY_NBYTES = 8 << 20
 
 
 class StagedRun:
@@ -45,7 +48,7 @@ class StagedRun:
     windows : Windows
         What is uploaded.
     blocks : Blocks
-        Locked, each for its reader.
+        Locked.
     memory : Memory
         The destination.
     num_readers : int
@@ -63,46 +66,78 @@ class StagedRun:
         memory: Memory,
         num_readers: int,
     ) -> None:
-        count = min(num_readers, windows.count)
-        self._device, self._stream, self._windows, self._blocks = device, stream, windows, blocks
+        self._device, self._windows, self._blocks = device, windows, blocks
         self._pieces: NDArray[np.int64] = windows.pieces()
+        self._threads = _thread_functions()
         read = pread_address()
         if not read:  # then no file gives anything without Python
             self._pieces[:, loop.FILE] = -1
         # Descriptors of its own: those of a file that is closed meanwhile may become another's.
-        self._files = {file: os.dup(file) for file in np.unique(self._pieces[:, loop.FILE]).tolist() if file >= 0}
-        self._pieces[:, loop.FILE] = [self._files.get(file, -1) for file in self._pieces[:, loop.FILE].tolist()]
+        files = self._pieces[:, loop.FILE].tolist()
+        self._files = {file: os.dup(file) for file in set(files) if file >= 0}
+        self._pieces[:, loop.FILE] = files = [self._files.get(file, -1) for file in files]
+        self._needs_python = not self._threads.create or -1 in files
+        self._filled: NDArray[np.int64] = np.zeros(len(blocks), np.int64)
+        self._ends: NDArray[np.int64] = np.zeros(len(blocks), np.int64)
+        self._events: NDArray[np.int64] = np.array(blocks.events, np.int64)
         job = dict.fromkeys(range(loop.JOB_WORDS), 0)
         job[loop.WINDOW_NBYTES], job[loop.NBYTES] = windows.window_nbytes, windows.nbytes
-        job[loop.DESTINATION], job[loop.READ] = memory.address, read
+        job[loop.DESTINATION], job[loop.STREAM] = memory.address, stream.handle
+        job[loop.READ], job[loop.YIELD] = read, self._threads.let_others
         job[loop.COPY], job[loop.RECORD], job[loop.QUERY] = functions.copy, functions.record, functions.query
         job[loop.MAKE_CURRENT], job[loop.CONTEXT] = functions.make_current, functions.context
         job[loop.PIECES], job[loop.NUM_PIECES] = self._pieces.ctypes.data, len(self._pieces)
+        job[loop.STAGING], job[loop.NUM_BLOCKS] = blocks.address, len(blocks)
+        job[loop.MOST] = max(1, min(_COPY_NBYTES // windows.window_nbytes, len(blocks) // 4))
+        job[loop.FILLED], job[loop.EVENTS] = self._filled.ctypes.data, self._events.ctypes.data
+        job[loop.ENDS] = self._ends.ctypes.data
         self._job: NDArray[np.int64] = np.array(list(job.values()), np.int64)
-        self._readers: NDArray[np.int64] = np.zeros((count, loop.READER_WORDS), np.int64)
-        self._readers[:, loop.STREAM], self._readers[:, loop.JOB] = stream.handle, self._job.ctypes.data
-        self._readers[:, loop.BLOCKS : loop.NUM_BLOCKS + 1] = [blocks.place(reader) for reader in range(count)]
+        self._readers: NDArray[np.int64] = np.zeros((min(num_readers, windows.count), loop.READER_WORDS), np.int64)
+        self._readers[:, loop.WINDOW], self._readers[:, loop.JOB] = -1, self._job.ctypes.data
         self._readers[:, loop.RESULT] = loop.NONE_LEFT
 
     @property
     def done_nbytes(self) -> int:
         """Bytes whose copies are enqueued."""
-        return int(self._readers[:, loop.SENT].sum())
+        return min(int(self._job[loop.SENT]) * self._windows.window_nbytes, self._windows.nbytes)
 
     def close(self) -> None:
-        """Give back what it has of files. No part may run any more; a second call does nothing."""
+        """Give back what it has of files. No reader may run any more; a second call does nothing."""
         while self._files:
             os.close(self._files.popitem()[1])
 
     def stop(self) -> None:
-        """Let every reader return after the window that it is at."""
-        self._job[loop.NEXT] = self._windows.count
+        """Let every reader return after the window that it is at, and wait for threads of the system."""
+        self._job[loop.IS_STOPPED] = 1
+        loop.join_threads(self._readers, self._threads.join)
+
+    def start(self) -> None:
+        """Have threads of the system read what files give, if they give everything; then `go_on` until it returns True."""
+        if not self._needs_python:
+            attributes = self._threads.attributes
+            address = 0 if attributes is None else ctypes.addressof(attributes)
+            loop.start_threads(self._readers, self._threads.create, address)
+
+    def go_on(self) -> bool:
+        """Be the first reader for one window, beside threads of the system, and do what those are stuck at.
+
+        Return True once all windows are sent, their copies have run, and the threads have ended. Raises as `parts`.
+        """
+        if self._needs_python:
+            return True
+        with self._device.active():
+            if self._job[loop.IS_STUCK]:
+                self._help()
+            if self._load(self._readers[0], 1) == loop.PAUSED:
+                return False
+        loop.join_threads(self._readers, self._threads.join)
+        for result in self._readers[:, loop.RESULT].tolist():
+            _check(result)
+        return True
 
     @property
     def parts(self) -> list[Callable[[], None]]:
-        """What is to run, each on a thread of its own.
-
-        One part alone if files give everything: its readers need no Python. Otherwise a part for each reader.
+        """What is to run on threads of Python: a part for each reader, if files do not give everything.
 
         They raise
         ----------
@@ -111,47 +146,68 @@ class StagedRun:
         DeviceError
             If the driver refuses a copy.
         """
-        if _thread_functions()[0] and (self._pieces[:, loop.FILE] >= 0).all():
-            return [self._read_files]
-        return [partial(self._read, reader) for reader in range(len(self._readers))]
+        return [partial(self._read, words) for words in self._readers] if self._needs_python else []
 
-    def _read_files(self) -> None:
-        """Send all windows, and wait for their copies."""
-        with self._device.active():
-            create, join, attributes = _thread_functions()
-            address = 0 if attributes is None else ctypes.addressof(attributes)
-            loop.load_on_threads(self._readers, create, join, address)
-            for reader, result in enumerate(self._readers[:, loop.RESULT].tolist()):
-                self._go_on(reader, result)
-
-    def _read(self, reader: int) -> None:
+    def _read(self, words: NDArray[np.int64]) -> None:
         """Send windows until there are none, and wait for their copies. For the thread of one reader."""
         with self._device.active():
-            table = self._blocks.table(reader)
-            self._go_on(reader, int(loop.load_windows(self._job, self._readers[reader], table, self._pieces, -1)))
+            self._load(words, loop.ENDLESS)
 
-    def _go_on(self, reader: int, window: int) -> None:
-        """Fill what the loop returned, and come back to it. The device is current."""
-        words, table = self._readers[reader], self._blocks.table(reader)
-        while window >= 0:
-            begin, end = self._windows.range(window)
-            self._windows.fill(self._blocks.of(reader)[words[loop.TURN]][: end - begin], begin)
-            window = int(loop.load_windows(self._job, words, table, self._pieces, window))
-        if window != loop.NONE_LEFT:
-            raise DeviceError(f"copy to the device: the driver reports {status_name(loop.NONE_LEFT - window)}")
+    def _load(self, words: NDArray[np.int64], most: int) -> int:
+        """Run the loop of a reader, and fill what it returns. The device is current."""
+        result = loop.load_windows(self._job, words, -1, most, 1)
+        while result >= 0:
+            result = self._fill(words, result, most)
+        return _check(result)
+
+    def _fill(self, words: NDArray[np.int64], window: int, most: int) -> int:
+        """Fill a window whose block is free, and go on with the loop; return its result."""
+        begin, end = self._windows.range(window)
+        self._windows.fill(self._blocks.block(window % len(self._blocks))[: end - begin], begin)
+        return loop.load_windows(self._job, words, window, most, 1)
+
+    def _help(self) -> None:
+        """Fill what threads of the system have left, which have ended with that."""
+        self._job[loop.IS_STUCK] = 0  # before looking: another may be at it right now
+        for words in self._readers[1:]:
+            if words[loop.RESULT] >= 0:
+                window, words[loop.RESULT] = int(words[loop.RESULT]), loop.NONE_LEFT
+                _check(self._fill(words, window, 1))
+
+
+def _check(result: int) -> int:
+    """Return what a loop returned, unless the driver refused something."""
+    if loop.PAUSED < result < loop.NONE_LEFT:
+        raise DeviceError(f"copy to the device: the driver reports {status_name(loop.NONE_LEFT - result)}")
+    return result
+
+
+@dataclass(frozen=True, kw_only=True)
+class ThreadFunctions:
+    """Addresses of functions of the system for threads that Python does not hear of; 0 without.
+
+    Attributes
+    ----------
+    create, join, let_others : int
+        ``pthread_create``, ``pthread_join`` and ``sched_yield``.
+    attributes : array or None
+        Of a thread with a small stack: the system keeps stacks of threads that have ended for others, but few large ones.
+    """
+
+    create: int = 0
+    join: int = 0
+    let_others: int = 0
+    attributes: ctypes.Array[ctypes.c_uint64] | None = None
 
 
 @cache
-def _thread_functions() -> tuple[int, int, ctypes.Array[ctypes.c_uint64] | None]:
-    """Return the addresses of the functions that make and join threads, and attributes with a small stack; 0 and None without.
-
-    The system keeps stacks of threads that have ended for others, but few large ones.
-    """
+def _thread_functions() -> ThreadFunctions:
     if os.name != "posix":
-        return 0, 0, None
+        return ThreadFunctions()
     library = ctypes.CDLL(None)
-    create, join = (ctypes.cast(library[name], ctypes.c_void_p).value or 0 for name in ("pthread_create", "pthread_join"))
-    attributes = (ctypes.c_uint64 * 16)()  # what the system writes there takes half of it
+    names = ("pthread_create", "pthread_join", "sched_yield")
+    create, join, let_others = (ctypes.cast(library[name], ctypes.c_void_p).value or 0 for name in names)
+    attributes: ctypes.Array[ctypes.c_uint64] | None = (ctypes.c_uint64 * 16)()  # what the system writes there takes half of it
     if library.pthread_attr_init(attributes) or library.pthread_attr_setstacksize(attributes, ctypes.c_size_t(_STACK_NBYTES)):
-        return create, join, None
-    return create, join, attributes
+        attributes = None
+    return ThreadFunctions(create=create, join=join, let_others=let_others, attributes=attributes)

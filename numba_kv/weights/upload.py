@@ -5,9 +5,9 @@ Knows reader threads and whose turn it is. Does not know files or tensors. ::
     memory    | segment 0 | gap | segment 1 ...      | segment 2 |
     windows   |     0     |     1     |     2     |     3     |   one block each, whatever the segments are
 
-    reader 0    fill 0   fill 2        ...         each takes the next window that nobody has, fills a block of its own,
-    reader 1    fill 1     fill 3                  enqueues the copy, and goes on with its other block
-    stream             copy 0 copy 1 copy 2 ...
+    reader 0    fill 0   fill 2        ...         each takes the next window that nobody has, fills its block, and enqueues
+    reader 1    fill 1     fill 3                  the copy of what is filled by then
+    stream             copy 0 copy 1 and 2 ...     in order: neighbours may be one copy
 
 A block is filled again only after the event behind its last copy. On the host targets there is nothing to stage: the readers
 fill the memory itself.
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, nullcontext
@@ -37,8 +38,9 @@ __all__ = ["BLOCK_NBYTES", "STAGING_NBYTES", "Fill", "Progress", "Segment", "Upl
 
 #: Page-locked bytes of an uploader at most, unless it is told otherwise.
 STAGING_NBYTES = 48 << 20
-#: Bytes of a block, two for each of 12 readers. Copies of smaller blocks are slower, and larger ones begin later.
-BLOCK_NBYTES = 2 << 20
+#: Bytes of a block, four for each of 12 readers. With larger ones the first copy begins later, and the last reader ends later.
+BLOCK_NBYTES = 1 << 20
+_BLOCKS_A_READER = 4
 #: More readers than this are no faster.
 _MAX_READERS = 12
 #: Seconds between two reports of progress.
@@ -90,8 +92,10 @@ class Uploader:
         max_blocks = staging_nbytes // block
         self._num_readers = min(num_readers or min(_MAX_READERS, os.cpu_count() or 1), max_blocks)
         self._functions = device.copy_functions()  # None: nothing is staged
-        self._blocks = Blocks(device, block, num_readers=self._num_readers, each=min(2, max_blocks // self._num_readers))
+        each = min(_BLOCKS_A_READER, max_blocks // self._num_readers)
+        self._blocks = Blocks(device, block, num_readers=self._num_readers, each=each)
         self._threads: ThreadPoolExecutor | None = None
+        self._running: DirectRun | StagedRun | None = None  # whose readers may be at work
         self._turn = threading.Lock()
         self._caller = 0  # the thread whose upload runs
         self._closed = False
@@ -125,7 +129,12 @@ class Uploader:
                 raise
 
     def upload(
-        self, segments: Sequence[Segment], destination: Memory | Callable[[], Memory], progress: Progress | None = None
+        self,
+        segments: Sequence[Segment],
+        destination: Memory | Callable[[], Memory],
+        progress: Progress | None = None,
+        *,
+        meanwhile: Callable[[Memory], None] | None = None,
     ) -> Memory:
         """Fill memory with the segments; bytes between them become 0.
 
@@ -137,6 +146,8 @@ class Uploader:
             Memory of the device, or what makes it: called on this thread, while staging is made if there is none.
         progress : callable, optional
             See `Progress`; what it raises ends the upload.
+        meanwhile : callable, optional
+            Called once with the destination, on this thread, as soon as readers are at work; what it raises ends the upload.
 
         Returns
         -------
@@ -152,7 +163,7 @@ class Uploader:
         StateError
             After `close`; from a `progress` of an upload that runs.
 
-        Stream: enqueues on the device's stream and waits. Cost: one copy a block.
+        Stream: enqueues on the device's stream and waits. Cost: a copy for one to eight blocks.
         """
         if self._caller == threading.get_ident():
             raise StateError("an upload is running in this thread; its progress callback cannot start another")
@@ -167,19 +178,25 @@ class Uploader:
                     raise InputError(f"segments: they end at byte {windows.nbytes}, the destination has {memory.nbytes}")
                 return memory
 
-            report = progress or _silent
+            report, note = progress or _silent, meanwhile or _idle
             self._caller = threading.get_ident()
             try:
                 report(0, windows.nbytes)
                 if not windows.nbytes:
-                    return start()
-                memory = self._run(windows, start, report)
+                    memory = start()
+                    note(memory)
+                    return memory
+                memory = self._run(windows, start, report, note)
                 report(windows.nbytes, windows.nbytes)
                 return memory
             finally:
                 self._caller = 0
 
-    def _run(self, windows: Windows, start: Callable[[], Memory], report: Progress) -> Memory:
+    def _run(
+        self, windows: Windows, start: Callable[[], Memory], report: Progress, meanwhile: Callable[[Memory], None]
+    ) -> Memory:
+        if self._running is not None:  # the end of an upload was interrupted as well
+            self._end_threads()
         stream, threads = self._device.stream, self._have_threads()
         run: DirectRun | StagedRun | None = None
         work: list[Future[None]] = []
@@ -205,12 +222,15 @@ class Uploader:
                     memory=memory,
                     num_readers=self._num_readers,
                 )
+            self._running = run
             work[:] = [threads.submit(part) for part in run.parts]
+            run.start()
+            meanwhile(memory)
             _watch(work, tell)
+            _read(run, tell)
+            self._running = None
             run.close()
         except BaseException:  # whatever happened: no reader is left behind, and no copy
-            if run is not None:
-                run.stop()
             try:
                 self._end_threads()
             finally:
@@ -255,9 +275,14 @@ class Uploader:
         return self._threads
 
     def _end_threads(self) -> None:
+        if self._running is not None:
+            self._running.stop()
         threads, self._threads = self._threads, None
         if threads is not None:
             threads.shutdown(cancel_futures=True)
+        if self._running is not None:
+            self._running.close()
+            self._running = None
 
     def check_idle(self) -> None:
         """Raise StateError if an upload is running."""
@@ -318,6 +343,19 @@ def _watch(readers: Sequence[Future[None]], report: Callable[[], None]) -> None:
         if not left:
             return
         report()
+
+
+def _read(run: DirectRun | StagedRun, report: Callable[[], None]) -> None:
+    """Be a reader until all is read, reporting now and then."""
+    reported = time.monotonic()
+    while not run.go_on():
+        if time.monotonic() - reported >= _REPORT_EVERY:
+            report()
+            reported = time.monotonic()
+
+
+def _idle(memory: Memory) -> None:
+    """Do nothing."""
 
 
 def _silent(done_nbytes: int, total_nbytes: int) -> None:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
-import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -18,58 +15,16 @@ import pytest
 from hypothesis import given, strategies as st
 
 from numba_kv.device import Device, Memory, create_device
-from numba_kv.device.host_device import HostDevice
 from numba_kv.errors import DeviceError, InputError, StateError, WeightError
-from numba_kv.weights import SafetensorsFile, Uploader, staged_run
+from numba_kv.weights import SafetensorsFile, Uploader
 from numba_kv.weights.assembly import FileRange
 from numba_kv.weights.blocks import Blocks
 from numba_kv.weights.windows import Segment, Windows
 from tests.helpers.batches import opened
 from tests.helpers.late_device import LateDevice, staged_device
 from tests.helpers.models import tiny_config
+from tests.helpers.uploads import RANDOM, contents, dirty, host_device, of_bytes, received
 from tests.helpers.weight_files import write
-
-RANDOM = np.random.default_rng(1)
-
-
-def host_device(direct: bool) -> HostDevice:
-    """Return a device to which readers write themselves, or one with staging."""
-    return HostDevice("cpu") if direct else LateDevice()
-
-
-
-def of_bytes(begin: int, content: np.ndarray) -> Segment:
-    def fill(out: np.ndarray, at: int) -> None:
-        out[:] = content[at : at + len(out)]
-
-    return Segment(begin=begin, nbytes=len(content), fill=fill)
-
-
-def contents(sizes: list[int], gap: int = 0) -> tuple[list[Segment], np.ndarray]:
-    segments, whole, at = [], [], 0
-    for size in sizes:
-        content = RANDOM.integers(1, 256, size).astype(np.uint8)
-        padding = -size % 256 + gap
-        segments.append(of_bytes(at, content))
-        whole += [content, np.zeros(padding, np.uint8)]
-        at += size + padding
-    found = np.concatenate(whole) if whole else np.zeros(0, np.uint8)
-    return segments, found[: segments[-1].end if segments else 0]
-
-
-def received(device: Device, memory: Memory, nbytes: int) -> np.ndarray:
-    out = np.empty(nbytes, np.uint8)
-    device.copy_to_host(out.ctypes.data, memory.address, nbytes, device.stream)
-    return out
-
-
-def dirty(device: Device, nbytes: int) -> Memory:
-    memory = device.allocate(nbytes)
-    noise = np.full(nbytes, 0xEE, np.uint8)
-    device.copy_to_device(memory.address, noise.ctypes.data, nbytes, device.stream)
-    device.stream.synchronize()
-    return memory
-
 
 SIZES = [[], [1], [0, 5, 0], [256], [255, 257, 1], [1000, 3, 4096, 70_000], [300] * 50]
 
@@ -101,7 +56,7 @@ def test_staging_can_be_made_in_advance(readers: int) -> None:
         for _ in range(2):  # the second time there is nothing to do
             uploader.prepare()
             made = device.pinned.current_bytes
-            assert uploader.staged_nbytes == made == 2 * readers * 1024
+            assert uploader.staged_nbytes == made == readers * min(4, 8 // readers) * 1024
         uploader.upload(segments, memory)
         assert device.pinned.current_bytes == device.pinned.peak_bytes == made
     assert np.array_equal(received(device, memory, len(whole)), whole)
@@ -347,170 +302,6 @@ def test_what_progress_raises_ends_the_upload(error: type[BaseException], direct
 
     with Uploader(device, block_nbytes=256, num_readers=2) as uploader, pytest.raises(error):
         uploader.upload([Segment(begin=0, nbytes=1 << 20, fill=fill)], device.allocate(1 << 20), report)
-
-
-# -- files, which the compiled loop reads
-
-
-@pytest.fixture
-def files(tmp_path: Path) -> Iterator[list[SafetensorsFile]]:
-    """Three files of one tensor each."""
-    with ExitStack() as opened:
-        arrays = [RANDOM.integers(1, 256, 30_000).astype(np.uint8) for _ in range(3)]
-        paths = [write(tmp_path / f"{i}.safetensors", {"t": array}) for i, array in enumerate(arrays)]
-        yield [opened.enter_context(SafetensorsFile(path)) for path in paths]
-
-
-def of_files(files: list[SafetensorsFile]) -> tuple[list[Segment], np.ndarray]:
-    """Return parts of files, in turns with other bytes and gaps, and what they are together."""
-    sizes = [(0, 0, 20_000), (1, 7, 256), (None, 0, 700), (2, 29_000, 1000), (None, 0, 3000), (1, 263, 10_000), (0, 256, 256)]
-    segments, whole, at = [], np.zeros(60_000, np.uint8), 0
-    for number, offset, size in sizes:
-        if number is None:
-            segment = of_bytes(at, RANDOM.integers(1, 256, size).astype(np.uint8))
-            segment.fill(whole[at : at + size], 0)
-        else:
-            file = files[number]
-            segment = Segment(begin=at, nbytes=size, fill=FileRange(file, file.tensors["t"].offset + offset))
-            whole[at : at + size] = file.array("t")[offset : offset + size]
-        segments.append(segment)
-        at += -(-size // 256) * 256 + 256 * (size % 3)
-    return segments, whole[: segments[-1].end]
-
-
-def of_a_file(files: list[SafetensorsFile]) -> tuple[Segment, np.ndarray]:
-    """Return all of a file's tensor, and what it is."""
-    fill = FileRange(files[0], files[0].tensors["t"].offset)
-    return Segment(begin=0, nbytes=30_000, fill=fill), files[0].array("t")
-
-
-@pytest.mark.parametrize("make", [create_device, LateDevice])
-@pytest.mark.parametrize("readers", [1, 3])
-@pytest.mark.parametrize("window", [256, 1024, 65_536])
-def test_files_and_other_sources_are_mixed(
-    files: list[SafetensorsFile], make: Callable[[], Device], readers: int, window: int
-) -> None:
-    device, (segments, whole) = make(), of_files(files)
-    memory = dirty(device, len(whole) + 512)
-    with Uploader(device, staging_nbytes=8 * window, block_nbytes=window, num_readers=readers) as uploader:
-        for _ in range(2):
-            uploader.upload(segments, memory)
-            found = received(device, memory, len(whole) + 512)
-            assert np.array_equal(found[: len(whole)], whole)
-            assert (found[len(whole) :] == 0xEE).all()
-
-
-def test_without_a_function_that_reads_at_an_offset_python_reads(
-    files: list[SafetensorsFile], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    device, (segments, whole) = staged_device(), of_files(files)
-    monkeypatch.setattr("numba_kv.weights.staged_run.pread_address", lambda: 0)
-    with Uploader(device, staging_nbytes=8192, block_nbytes=1024) as uploader:
-        memory = uploader.upload(segments, device.allocate(len(whole)))
-    assert np.array_equal(received(device, memory, len(whole)), whole)
-
-
-@pytest.mark.parametrize("system_threads", [True, False])
-def test_windows_of_files_need_no_python(
-    files: list[SafetensorsFile], monkeypatch: pytest.MonkeyPatch, system_threads: bool
-) -> None:
-    device, segment, wanted = staged_device(), *of_a_file(files)
-    monkeypatch.setattr(SafetensorsFile, "read_into", None)
-    if not system_threads:
-        monkeypatch.setattr(staged_run, "_thread_functions", lambda: (0, 0, None))
-    with Uploader(device, staging_nbytes=8192, block_nbytes=1024) as uploader:
-        memory = uploader.upload([segment], device.allocate(segment.nbytes))
-    assert np.array_equal(received(device, memory, segment.nbytes), wanted)
-
-
-class WatchedDevice(LateDevice):
-    """Notes which threads of the system copy, and which of them are Python's."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: set[int] = set()
-        self.known: set[int | None] = set()
-        self._has_two = threading.Event()
-
-    def _copy_block(self, destination: int, source: int, nbytes: int, stream: int) -> int:
-        self.known |= {thread.native_id for thread in threading.enumerate()}
-        self.seen.add(threading.get_native_id())
-        if len(self.seen) > 1:
-            self._has_two.set()
-        self._has_two.wait(10)
-        return super()._copy_block(destination, source, nbytes, stream)
-
-
-@pytest.mark.parametrize("system_threads", [True, False])
-def test_readers_of_files_are_threads_that_python_never_hears_of(
-    files: list[SafetensorsFile], monkeypatch: pytest.MonkeyPatch, system_threads: bool
-) -> None:
-    device, segment, _ = WatchedDevice(), *of_a_file(files)
-    if not system_threads:
-        monkeypatch.setattr(staged_run, "_thread_functions", lambda: (0, 0, None))
-    with Uploader(device, staging_nbytes=8192, block_nbytes=1024, num_readers=3) as uploader:
-        uploader.upload([segment], device.allocate(segment.nbytes))
-    assert len(device.seen) > 1
-    assert bool(device.seen - device.known) == system_threads
-
-
-def test_threads_that_are_made_have_small_stacks_and_share_no_memory() -> None:
-    made = [staged_run._thread_functions.__wrapped__() for _ in range(2)]  # as two threads do that come first together
-    assert len({ctypes.addressof(attributes) for _, _, attributes in made}) == 2
-    for create, join, attributes in made:
-        nbytes = ctypes.c_size_t()
-        assert ctypes.CDLL(None).pthread_attr_getstacksize(attributes, ctypes.byref(nbytes)) == 0
-        assert nbytes.value == 1 << 20
-        assert create != join
-
-
-@pytest.mark.parametrize("readers", [1, 4])
-def test_a_file_that_becomes_shorter_ends_everything(files: list[SafetensorsFile], readers: int) -> None:
-    device, (segments, whole), before = staged_device(), of_files(files), threading.active_count()
-    content = Path(files[1].path).read_bytes()
-    Path(files[1].path).write_bytes(content[:9000])
-    with Uploader(device, staging_nbytes=8192, block_nbytes=1024, num_readers=readers) as uploader:
-        for _ in range(2):
-            with pytest.raises(WeightError, match=r"1.safetensors: the file ends at byte \d+, .* truncated while it was read"):
-                uploader.upload(segments, device.allocate(len(whole)))
-            assert threading.active_count() == before
-        Path(files[1].path).write_bytes(content)
-        memory = uploader.upload(segments, device.allocate(len(whole)))
-    assert np.array_equal(received(device, memory, len(whole)), whole)
-
-
-def test_a_closed_file_is_not_read(files: list[SafetensorsFile]) -> None:
-    device, (segments, whole) = staged_device(), of_files(files)
-    files[2].close()
-    with Uploader(device, block_nbytes=1024) as uploader, pytest.raises(StateError, match="the file is closed"):
-        uploader.upload(segments, device.allocate(len(whole)))
-
-
-def test_a_file_that_is_closed_meanwhile_is_read_to_its_end(
-    files: list[SafetensorsFile], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its number may be another file's by then. No descriptor is left behind."""
-    device, (segment, whole) = LateDevice(), of_a_file(files)
-    other = tmp_path / "other"
-    other.write_bytes(bytes(100_000))
-    taken: list[int] = []
-
-    class Closing(staged_run.StagedRun):
-        @property
-        def parts(self) -> list[Callable[[], None]]:
-            number = files[0].descriptor
-            files[0].close()
-            taken.append(os.open(other, os.O_RDONLY))
-            assert taken[0] == number
-            return super().parts
-
-    monkeypatch.setattr(staged_run, "StagedRun", Closing)
-    memory, before = dirty(device, len(whole)), len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
-    with Uploader(device, block_nbytes=1024, num_readers=2) as uploader:
-        uploader.upload([segment], memory)
-    assert np.array_equal(received(device, memory, len(whole)), whole)
-    assert not before or len(os.listdir("/proc/self/fd")) == before
-    os.close(taken[0])
 
 
 # -- where it goes
