@@ -1,4 +1,4 @@
-"""PagedCache: a transformers ``Cache`` whose K and V live in numba_kv's pages.
+"""PagedCache: a transformers ``Cache`` whose K and V live in numba_kv's pages, and whose recurrent states in its slots.
 
 ``model.generate(..., cache=PagedCache.for_model(model, ...))`` gives the tokens that transformers' own cache gives, with any
 attention implementation: K and V of each layer are gathered from the pages into a dense array before its attention. With
@@ -41,7 +41,7 @@ _ATTENTIONS = ("gather", "paged")
 
 
 class PagedCache(ModelCache):
-    """Keeps K and V of a model's batch in pages. Owns the memory; `close` gives it back.
+    """Keeps K and V of a model's batch in pages, recurrent states in slots. Owns the memory; `close` gives it back.
 
     Made by `for_model`. Rows are started by the first forward and stay until `reset`. Pads on the left of a prompt, as the 2-D
     attention mask shows them, are not stored. What `update` returns is valid until the next layer's update.
@@ -80,7 +80,8 @@ class PagedCache(ModelCache):
         Parameters
         ----------
         model : PreTrainedModel
-            Of layers with full, sliding or chunked attention, on one device. Its decoder gets two hooks, which `close` removes.
+            Of layers with full, sliding or chunked attention, with a recurrent state instead or besides in some, on one device.
+            Its decoder gets two hooks, which `close` removes.
         max_batch : int
             Rows; beams count.
         max_tokens : int
@@ -88,15 +89,17 @@ class PagedCache(ModelCache):
         page_tokens : int
             Tokens of a page, a power of two from 1 to 256.
         max_rewind_tokens : int
-            How many tokens can be taken back from layers with a window: the draft length, for assisted generation.
+            How many tokens can be taken back from layers with a window: the draft length, for assisted generation. From states
+            of recurrent layers none can.
         max_batch_tokens : int, optional
             Most tokens of all rows in one forward; default ``max_batch * max_tokens``. Fewer take less memory, if prompts are
             prefilled in chunks.
         num_kv_pages : int, optional
             Pages of full attention; default every row at full length.
         attention : {"gather", "paged"}
-            "gather": K and V are gathered for the attention that the model has; bit for bit what transformers' own cache gives.
-            The only way for models that cache latents (multi-head latent attention) or whose V has other channels than K.
+            "gather": K and V are gathered for the attention that the model has; bit for bit what transformers' own cache gives,
+            but for gradients: to K and V of earlier forwards there are none. The only way for models that cache latents
+            (multi-head latent attention) or whose V has other channels than K.
             "paged": `PagedAttention` reads the pages, which makes no dense copy and no mask, and gives the same up to rounding,
             without gradients. The model attends so in forwards with this cache alone, one at a time; masks can hide pads on
             the left of a prompt and nothing else.
@@ -254,7 +257,8 @@ class PagedCache(ModelCache):
         InputError
             If it is positive or no integer, or there are not as many tokens.
         RewindTooFar
-            If a layer with a window no longer holds what is then seen: never up to `max_rewind_tokens`. Nothing was changed.
+            If a layer with a window no longer holds what is then seen: never up to `max_rewind_tokens`. Or if a layer has a
+            recurrent state or a convolution, unless all tokens are taken back. Nothing was changed.
         """
         self._check_open()
         number = integer(tokens_to_remove)
@@ -270,7 +274,8 @@ class PagedCache(ModelCache):
         Raises
         ------
         RewindTooFar
-            If that is impossible: a layer has a window, and the cache was made without `max_rewind_tokens`.
+            If that is impossible: a layer has a window, and the cache was made without `max_rewind_tokens`; or a layer has a
+            recurrent state or a convolution.
         """
         if self._states is not None:
             raise RewindTooFar("recurrent states cannot be taken back; a model that has some generates without drafts")

@@ -67,9 +67,10 @@ class ForwardSteps:
         StateError, CapacityError
             As `update`, where layers have states.
         """
-        if self._running:
-            self._problem = self._problem or "a forward was interrupted"
-        self._running = True
+        self._note_interrupt()
+        self._running, self._has_begun = True, self._ahead is not None
+        if self._ahead is not None:
+            self._check_complete(1)
         self._mask = mask if getattr(mask, "ndim", 0) == 2 else None
         if self._kv.reads_pages and self._mask is None and _has_mask(mask):
             raise InputError(
@@ -112,7 +113,8 @@ class ForwardSteps:
                 return
             except RewindTooFar:
                 pass
-        self._problem = "a forward failed that had changed recurrent states" if is_spoiled else self._shortfall
+        found = "a forward failed that had changed recurrent states" if is_spoiled else self._shortfall
+        self._problem = self._problem or found
 
     # -- what the layers do --------------------------------------------------------------------------------------
 
@@ -186,6 +188,7 @@ class ForwardSteps:
 
     def check_ready(self) -> None:
         """Raise StateError behind a forward that not all layers have seen."""
+        self._note_interrupt()
         self._check_complete(0)
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -194,6 +197,7 @@ class ForwardSteps:
             raise InputError(
                 f"tokens_to_remove: {tokens_to_remove} given; 0, or minus the number of tokens to remove, is wanted"
             )
+        self._note_interrupt()
         self._check_complete(-tokens_to_remove)
         self.rows.rewind(-tokens_to_remove)
         self._step = None
@@ -203,6 +207,7 @@ class ForwardSteps:
     def select(self, parents: list[int]) -> None:
         """Make row i what row ``parents[i]`` was; nothing while the cache is empty. Raises as `ModelRows.select`."""
         self.rows.check_parents(parents)
+        self._note_interrupt()
         self._check_complete(0)
         if len(self.rows):
             self.rows.select(parents)
@@ -235,6 +240,11 @@ class ForwardSteps:
         """What is wrong behind a forward that has not reached all layers."""
         reached = max(self._done if self._states is None else self._done | self._states.reached, default=-1)
         return f"a forward ended behind layer {reached}, and the layers after it lack its tokens"
+
+    def _note_interrupt(self) -> None:
+        """Note that a forward has not ended which must have: torch calls no hook behind an interrupt."""
+        if self._running:
+            self._problem = self._problem or "a forward was interrupted"
 
     def _note(self, step: RowStep) -> None:
         """Note that a step begins, which no layer has reached."""

@@ -176,7 +176,7 @@ class ModelRows:
                 self.batch.rewind(asked)
             except RewindTooFar as error:
                 if self.batch.plan.config.num_recurrent_layers:
-                    raise RewindTooFar("crop: recurrent states cannot be taken back, but for those of all tokens") from None
+                    raise RewindTooFar("crop: states of recurrent layers cannot be taken back, unless all tokens are") from None
                 raise RewindTooFar(f"crop: {error}; a larger max_rewind_tokens of for_model keeps more") from None
         self.lengths = kept
         self.offsets = np.minimum(self.offsets, target)

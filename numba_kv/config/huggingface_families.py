@@ -148,7 +148,7 @@ FAMILIES: Mapping[str, Rule] = {
 
 #: Head sizes of families that do not take hidden_size / num_attention_heads when `head_dim` is absent.
 HEAD_DIMS: Mapping[str, int] = {
-    **dict.fromkeys(words("gemma gemma2 gemma3 gemma3n gemma4"), 256),
+    **dict.fromkeys(words("gemma gemma2 gemma3 gemma3n gemma4 qwen3_5 qwen3_5_moe qwen3_next"), 256),
     **dict.fromkeys(words("glm glm4 helium llama4 qwen3 qwen3_vl seed_oss"), 128),
     "gpt_oss": 64,
 }

@@ -111,6 +111,17 @@ def test_gradients_do_not_reach_the_pools(name: str, target: str) -> None:
             cache.reset()
 
 
+@pytest.mark.parametrize("name", ["jamba", "lfm2", "falcon_h1", "qwen3_5"])
+def test_a_step_with_gradients_behind_a_prompt_without(name: str, target: str) -> None:
+    model, ids = tiny(name, target), prompt(9, target)["input_ids"]
+    theirs = transformers.DynamicCache(config=model.config)
+    with opened(model, target) as cache:
+        for each in (cache, theirs):
+            with torch.no_grad():
+                model(ids[:, :6], cache=each)
+        assert torch.equal(model(ids[:, 6:7], cache=cache).logits, model(ids[:, 6:7], cache=theirs).logits)
+
+
 def test_inference_mode_in_between(target: str) -> None:
     """States that a forward under inference mode has left can be changed by one without, and the other way round."""
     model, ids = tiny("qwen3_5", target), prompt(9, target)["input_ids"]
@@ -186,6 +197,38 @@ def test_a_forward_that_died_before_the_cache_knew_of_it_changes_nothing(target:
     alive()
 
 
+@pytest.mark.parametrize("name", ["bamba", "lfm2"])
+def test_interrupted_steps_are_not_gone_on_from(name: str, target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch calls no hook behind an interrupt. The last layer has been shown its state, and has not changed it yet."""
+    model, ids = tiny(name, target), prompt(9, target)["input_ids"]
+    layer = {"bamba": 2, "lfm2": 3}[name]
+    with opened_paged(model, target) as cache, GreedyDecoder(model, cache) as decoder, torch.no_grad():
+        model(ids, cache=cache)
+        show = PagedCache.get_conv_state
+
+        def interrupt(self: PagedCache, layer_idx: int, state_idx: int = 0) -> Any:
+            view = show(self, layer_idx, state_idx)
+            if layer_idx == layer:
+                raise KeyboardInterrupt
+            return view
+
+        monkeypatch.setattr(PagedCache, "get_conv_state", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            decoder.decode(ids[:, :1], 3)
+        monkeypatch.undo()
+        for call in (
+            lambda: decoder.decode(ids[:, :1], 3),
+            lambda: model(ids[:, :1], cache=cache),
+            lambda: cache.reorder_cache(torch.tensor([0])),
+            lambda: cache.crop(-1),
+        ):
+            with pytest.raises(StateError, match="a forward was interrupted; call reset"):
+                call()
+        cache.reset()
+        wanted, _ = generated(model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, 5)
+        assert torch.equal(decoder.generate(ids, max_new_tokens=5), wanted)
+
+
 def test_after_close(target: str) -> None:
     model, ids = tiny("qwen3_5", target), prompt(7, target)["input_ids"]
     cache = opened(model, target)
@@ -200,8 +243,7 @@ def test_after_close(target: str) -> None:
             model(ids[:, :1], cache=cache)
 
 
-def test_rows_find_their_states_after_anything(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A reorder that fails leaves rows and states where they were, and reset puts right what was left behind."""
+def test_rows_that_have_moved_find_their_states_after_a_reset(target: str) -> None:
     model, inputs = tiny("bamba", target), prompt(7, target, (0, 2, 4))
     with opened(model, target) as cache:
         with torch.no_grad():
@@ -230,7 +272,7 @@ def test_tokens_are_not_taken_back_one_by_one(target: str) -> None:
     with opened(model, target, max_rewind_tokens=4) as cache, torch.no_grad():
         assert not cache.is_croppable
         model(**inputs, cache=cache)
-        with pytest.raises(RewindTooFar, match="crop: recurrent states cannot be taken back"):
+        with pytest.raises(RewindTooFar, match="crop: states of recurrent layers cannot be taken back"):
             cache.crop(-1)
         with pytest.raises(RewindTooFar, match="a model that has some generates without drafts"):
             cache.activate_past_recording()
