@@ -50,11 +50,16 @@ def known_scalars(
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """How tokens become blocks, from `least` tokens on: `span` tokens a block of `threads` threads."""
+    """How tokens become blocks, from `least` tokens on: `span` tokens a block of `threads` threads.
+
+    Or `parts` blocks an item, and a kernel of its own instead of the launch's.
+    """
 
     least: int
     span: int
     threads: int
+    parts: int = 1
+    kernel: Kernel | None = None
 
 
 class RowLaunch:
@@ -63,7 +68,7 @@ class RowLaunch:
     Parameters
     ----------
     kernel : Kernel
-        Of the block form.
+        Of the block form; shapes may have others that take the same values.
     device : Device
         Where it runs.
     values : dict
@@ -105,7 +110,7 @@ class RowLaunch:
     def _bind(self, place: int) -> Launch:
         shape = self.shapes[place]
         values = {**self._values, "span": shape.span} if self._has_span else self._values
-        launch = self.kernel.bind(self._device, values, threads=shape.threads)
+        launch = (shape.kernel or self.kernel).bind(self._device, values, threads=shape.threads)
         self._bound[place] = launch
         return launch
 
@@ -132,7 +137,7 @@ class RowLaunch:
                 place = number
         launch = self._bound[place] or self._bind(place)
         if not self._has_span:
-            return launch, tokens * self.items
+            return launch, tokens * self.items * self.shapes[place].parts
         if tokens != self._tokens[place]:
             launch.set(tokens=tokens)
             self._tokens[place] = tokens

@@ -37,6 +37,10 @@ _UNIT, _MOST_UNITS = 16, 63
 _WARP = 32
 #: Most threads of a block, which are as many as a token has work for; and where nothing is aligned, which takes more registers.
 _MOST_THREADS, _UNALIGNED_THREADS = 512, 256
+#: Up to how many tokens Q, K and V go ways of their own, measured on an H200; and blocks of a token then.
+_FEW_TOKENS, _PARTS = 256, 2
+#: More rows than positions of 32 bits reach.
+_MOST_ROWS = 1 << 31
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,7 +292,7 @@ def bind_rotation(pool: Tensor, call: Rotation, factors: Tensor | None, norm_bit
         "heads": heads,
         "dim": dim,
         "rotary": rotary,
-        "table_rows": 0 if call.table is None else call.table.shape[0],
+        "table_rows": 0 if call.table is None else min(call.table.shape[0], _MOST_ROWS),
         "has_q_norm": int(call.q_weight is not None),
         "has_k_norm": int(call.k_weight is not None),
         "inverse_dim": int((np.float32(1.0) / np.float32(dim)).view(np.uint32)),
@@ -314,16 +318,29 @@ def bind_rotation(pool: Tensor, call: Rotation, factors: Tensor | None, norm_bit
     values |= form
     left = ("table_rows", "num_slots", "pool_half")
     known = known_scalars(device, values, arrays, left) if wide else known_on_gpu(device, values, form)
-    kernel = rotate_kv.fixed(
-        kind=KINDS[given.dtype.name],
-        pool_kind=KINDS[pool.dtype.name if heads else given.dtype.name],
-        weight_kind=KINDS[weights[0].dtype.name] if weights else NO_NORM,
-        interleaved=int(call.interleaved),
-        wide=int(wide),
-        single=int(single),
-        **known,
-    )
-    return RowLaunch(kernel, device, values, 1, call.tokens, Shape(0, 1, threads), named=call.named)
+    known |= {
+        "kind": KINDS[given.dtype.name],
+        "pool_kind": KINDS[pool.dtype.name if heads else given.dtype.name],
+        "weight_kind": KINDS[weights[0].dtype.name] if weights else NO_NORM,
+        "interleaved": int(call.interleaved),
+        "wide": int(wide),
+        "single": int(single),
+    }
+    shapes = [Shape(0, 1, threads)]
+    parts, fewer = _parts_of(device, work, q_heads + 2 * heads)
+    if parts and wide and single and not weights:
+        few = Shape(0, 1, fewer, parts, rotate_kv.fixed(parts=parts, **known))
+        shapes = [few, Shape(_FEW_TOKENS + 1, 1, threads)]
+    return RowLaunch(rotate_kv.fixed(parts=0, **known), device, values, 1, call.tokens, *shapes, named=call.named)
+
+
+def _parts_of(device: Device, work: int, heads: int) -> tuple[int, int]:
+    """Return in how many blocks, of how many threads, each lane has a part of a token's work; no blocks if in none."""
+    for parts in (_PARTS, 1):
+        threads = ceil_div(ceil_div(work, parts), _WARP) * _WARP
+        if threads <= _MOST_THREADS and heads % parts == 0 and lanes_of(device, threads) * parts == work:
+            return parts, threads
+    return 0, 0
 
 
 def _check_narrow(values: dict[str, Tensor | int]) -> None:

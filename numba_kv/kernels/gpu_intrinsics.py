@@ -30,6 +30,12 @@ _NARROW = {
     "float8": ("cvt.rn.satfinite.e4m3x2.f32 $0, $1, $2;", "h", 8, 0x7F),
 }
 
+#: What makes all ones but the sign, which the instructions above make of a NaN, the one positive NaN of the type.
+_MEND = {
+    "float16": "set.nan.u32.f16x2 m, $1, $1; and.b32 m, m, 0x01FF01FF; not.b32 m, m; and.b32 $0, $1, m;",
+    "bfloat16": "set.nan.u32.bf16x2 m, $1, $1; and.b32 m, m, 0x003F003F; not.b32 m, m; and.b32 $0, $1, m;",
+}
+
 #: What ``createpolicy.fractional.L2::evict_last`` gives for all of an access.
 _EVICT_LAST = 0x14F0000000000000
 
@@ -266,8 +272,11 @@ def _mended(ir: Any, builder: Any, packed: Any, values: Any, kind: str) -> Any:
     return mended
 
 
-def _narrowed(ir: Any, builder: Any, values: Any, kind: str, mends: bool) -> list[Any]:
-    """Return float32 as words of elements; whether any is NaN is asked once: a branch stands in its neighbours' way."""
+def _narrowed(ir: Any, builder: Any, values: Any, kind: str, mends: bool, of_results: bool = False) -> list[Any]:
+    """Return float32 as words of elements; whether any is NaN is asked once: a branch stands in its neighbours' way.
+
+    Of results, whose NaN are positive, it is not asked at all.
+    """
     text, letter, bits, _ = _NARROW[kind]
     word, f32 = ir.IntType(64), ir.FloatType()
     convert = ir.FunctionType(ir.IntType(2 * bits), [f32, f32])
@@ -278,13 +287,17 @@ def _narrowed(ir: Any, builder: Any, values: Any, kind: str, mends: bool) -> lis
         packed = None
         for i in range(0, each, 2):
             low, high = part[i], part[i + 1]
-            pair = builder.zext(builder.asm(convert, text, f"={letter},f,f", [high, low], False), word)
+            pair = builder.asm(convert, text, f"={letter},f,f", [high, low], False)
+            if of_results:
+                mend = ir.FunctionType(pair.type, [pair.type])
+                pair = builder.asm(mend, f"{{ .reg .b32 m; {_MEND[kind]} }}", "=r,r", [pair], False)
+            pair = builder.zext(pair, word)
             pair = builder.shl(pair, ir.Constant(word, bits * i))
             is_nan = builder.fcmp_unordered("uno", low, high)
             packed = pair if packed is None else builder.or_(packed, pair)
             has_nan = is_nan if has_nan is None else builder.or_(has_nan, is_nan)
         words.append(packed)
-    if not mends:
+    if not mends or of_results:
         return words
     before = builder.block
     with builder.if_then(has_nan, likely=False):
@@ -298,10 +311,10 @@ def _narrowed(ir: Any, builder: Any, values: Any, kind: str, mends: bool) -> lis
     return found
 
 
-def narrow_elements(kind: str) -> Any:
+def narrow_elements(kind: str, *, of_results: bool = False) -> Any:
     """Return ``eight float32 -> word``, or two words of types of 16 bits; rounded to nearest even; float8 saturates.
 
-    A NaN is the one NaN of its sign.
+    A NaN is the one NaN of its sign, `of_results` of a GPU's operations, of 16 bits, the positive one.
     """
     ir, types, intrinsic = _intrinsic()
     result = types.uint64 if kind == "float8" else types.UniTuple(types.uint64, 2)
@@ -309,7 +322,7 @@ def narrow_elements(kind: str) -> Any:
     @intrinsic
     def narrow_eight(typingctx, a, b, c, d, e, f, g, h):
         def codegen(context, builder, signature, arguments):
-            words = _narrowed(ir, builder, arguments, kind, True)
+            words = _narrowed(ir, builder, arguments, kind, True, of_results)
             return words[0] if kind == "float8" else context.make_tuple(builder, result, words)
 
         return result(*[types.float32] * 8), codegen

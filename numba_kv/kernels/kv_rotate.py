@@ -5,8 +5,11 @@ The heads of a token are one list, ``Q | K | V``. A team of lanes has a head, an
 
     item: a token        lane: t of team g        heads g, g + teams, ...        units t, t + team, ...
 
-What is read of Q, K and V is asked for before the token's slot and position are known; stores have no branch. Strides, but that
-of a half, and slots are below 2**31, so that products are those of 32 bits.
+What is read of Q, K and V is asked for before the token's slot and position are known; stores have no branch. That is best
+where much has to come from memory. Few tokens wait for one another's latencies instead: their teams have a head each, of
+`parts` items a token, and Q, K and V go ways of their own, in which nothing is chosen, and which wait for the position first.
+
+Strides, but that of a half, and slots are below 2**31, so that products are those of 32 bits.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ from numba_kv.kernels.jit import kernel
 from numba_kv.kernels.lanes import team_sum
 from numba_kv.kernels.routines import routine
 from numba_kv.kernels.spec import memory, scalar
-from numba_kv.kernels.wide_rows import floats_of, product, raw_of, rescaled, slot_place
+from numba_kv.kernels.wide_rows import floats_of, product, raw_of, rescaled, results_of, slot_place
 
 __all__ = ["NO_NORM", "rotate_kv"]
 
@@ -106,14 +109,14 @@ def inverse_norm(a, b, memory, at, lane, lanes, unit, channels, kind, interleave
 @routine
 def put_unit(a, b, places, head, angles, norm, targets, offsets, kinds):
     """Normalise and rotate a unit and write it to where it goes."""
-    is_q, is_v, own, is_there, in_table, to_slot = head
+    is_q, is_v, own, is_there, in_table, to_slot, slot_at = head
     rotates, cosines, sines = angles
     has_norm, inverse, norm_offset, q_weight, weight = norm
     pool, q_out, k_out, factors = targets
-    slot_at, pool_half, pool_head, q_at, q_out_head, k_at, k_out_head, heads = offsets
+    pool_half, pool_head, q_at, q_out_head, k_at, k_out_head, heads = offsets
     kind, pool_kind, weight_kind, interleaved, wide, has_k_out = kinds
     x, y = floats_of(a, kind), floats_of(b, kind)
-    if in_table and (rotates or has_norm):
+    if rotates or has_norm:
         if weight_kind != NO_NORM and has_norm:
             if is_q:
                 weight = q_weight
@@ -123,7 +126,7 @@ def put_unit(a, b, places, head, angles, norm, targets, offsets, kinds):
             y = normalised(y, inverse, offset, floats_of(w_b, weight_kind))
         if rotates:
             x, y = rotated(x, y, cosines, sines, interleaved)
-        a, b = raw_of(x, kind), raw_of(y, kind)
+        a, b = results_of(x, kind), results_of(y, kind)
     target, to, is_wanted = pool, slot_at + product(own, pool_head), is_there and to_slot
     if is_v:
         to += pool_half
@@ -150,9 +153,52 @@ def put_unit(a, b, places, head, angles, norm, targets, offsets, kinds):
             put_both(k_out, k_at + product(own, k_out_head), places, empty, empty, kind, wide, is_there)
 
 
+@routine
+def token_place(token, slots, num_slots, pool_place):
+    """Return whether a token has a slot, and where that begins in half 0."""
+    slot = slots[np.uint64(token)]
+    shift, pool_page, pool_token = pool_place
+    return np.uint64(slot) < np.uint64(num_slots), slot_place(slot, shift, pool_page, pool_token)
+
+
+@routine
+def table_place(token, positions, table_rows, rotary):
+    """Return whether a token has a row of the table, and where that begins; of a token that has none, where another does."""
+    position, rows = np.uint32(positions[np.uint64(token)]), np.uint32(table_rows)
+    return position < rows, product(min(position, np.uint32(rows - np.uint32(1))), 4 * rotary)
+
+
+@routine
+def lone_unit(memory, at, head, token, slots, num_slots, pool_place, rows, runs, norm, targets, offsets, kinds):
+    """Rotate the only unit of a lane, of the head at byte `at`, and write it; whether that is of Q, K or V is a constant.
+
+    What the token's place is read from is read here: in front of the branches it would be waited for before there is anything
+    else to do.
+    """
+    is_q, is_v, own, is_there = head
+    positions, table, table_rows, rotary, unit, rotary_units, has_table = rows
+    kind, wide = kinds[0], kinds[4]
+    a, b = both_runs(memory, at, runs, kind, wide)
+    in_table, row_at = True, np.int64(0)
+    if has_table:
+        in_table, row_at = table_place(token, positions, table_rows, rotary)
+    none = np.uint64(0)
+    empty = (none, none, none, none)
+    cosines = floats_of(empty, FLOAT32)
+    sines = cosines
+    rotates = has_table and not is_v and unit < rotary_units
+    if rotates:
+        cosines, sines = rotary_unit(table, row_at, unit, rotary >> 1, wide)
+    to_slot, slot_at = False, np.int64(0)
+    if not is_q:
+        to_slot, slot_at = token_place(token, slots, num_slots, pool_place)
+    place = (is_q, is_v, own, is_there, in_table, to_slot and in_table, slot_at)
+    put_unit(a, b, runs, place, (rotates, cosines, sines), norm, targets, offsets, kinds)
+
+
 @kernel(
     block_form=True,
-    open_scalars=("kind", "pool_kind", "weight_kind", "interleaved", "wide", "single"),
+    open_scalars=("kind", "pool_kind", "weight_kind", "interleaved", "wide", "single", "parts"),
     q=memory("uint8"),
     k=memory("uint8"),
     v=memory("uint8"),
@@ -201,6 +247,7 @@ def put_unit(a, b, places, head, angles, norm, targets, offsets, kinds):
     wide=scalar(),
     single=scalar(),
     exact=scalar(),
+    parts=scalar(),
 )
 def rotate_kv(
     item,
@@ -254,46 +301,64 @@ def rotate_kv(
     wide,
     single,
     exact,
+    parts,
 ):
     """Normalise and rotate Q and K of a token, write K and V to its slot, Q to `q_out`, K to `k_out`; strides in bytes.
 
     A slot outside [0, num_slots) drops K and V, but not Q and `k_out`. A position outside of the table drops K and V, and Q and
-    `k_out` become zeros; a table has a row at least. `single`: a lane has one unit at most; `exact`: there are as
-    many teams as heads. `inverse_dim`, `eps` and `norm_offset` are the bits of float32. `q_out` may be `q`, and `k_out` `k`.
+    `k_out` become zeros; a table has a row at least, and 2**31 at most. `single`: a lane has one unit at most; `exact`: there
+    are as many teams as heads. `inverse_dim`, `eps` and `norm_offset` are the bits of float32. `q_out` may be `q`, and `k_out`
+    `k`.
 
-    Item: a token; teams of ``2**team_shift`` lanes, at most all of them, share its heads.
+    Item: a token; teams of ``2**team_shift`` lanes, at most all of them, share its heads. With `parts`, for few tokens: so many
+    items are a token, whose teams are as many as its heads; lanes have one unit, and nothing is normalised.
     """
     team, teams = np.int64(1) << team_shift, np.int64(lanes) >> team_shift
     group, t = np.int64(lane) >> team_shift, np.int64(lane) & (team - 1)
-    token = np.int64(item)
-    slot = slots[np.uint64(token)]
-    to_slot = slot >= 0 and slot < num_slots
-    in_table, row_at = True, np.int64(0)
-    if has_table:
-        position = np.int64(positions[np.uint64(token)])
-        in_table = position >= 0 and position < table_rows
-        to_slot = to_slot and in_table
-        if in_table:
-            row_at = product(position, 4 * rotary)
+    token, first = np.int64(item), np.int64(0)
+    total = q_heads + 2 * heads
+    if parts > 1:
+        token = np.int64(np.uint32(item) // np.uint32(parts))
+        first = product(np.uint32(item) - np.uint32(token) * np.uint32(parts), total // parts)
     pairs = rotary >> 1
     rotary_units = (rotary + 15) >> 4
     units = rotary_units + ((dim - rotary + 15) >> 4)
     unit, last = min(t, units - 1), rotary_units - 1
     runs = unit_runs(unit, rotary_units, rotary, dim, interleaved)
-    total = q_heads + 2 * heads
     counts, given = (q_heads, heads), (q, k, v)
     strides = ((q_token, q_head), (k_token, k_head), (v_token, v_head))
     targets = (pool, q_out, k_out, factors)
-    slot_at = slot_place(slot, shift, pool_page, pool_token)
     q_at, k_at = product(token, q_out_token), product(token, k_out_token)
-    offsets = (slot_at, pool_half, pool_head, q_at, q_out_head, k_at, k_out_head, heads)
+    offsets = (pool_half, pool_head, q_at, q_out_head, k_at, k_out_head, heads)
     channels = (t, team_shift, units, rotary_units, rotary, dim, inverse_dim, eps)
     kinds = (kind, pool_kind, weight_kind, interleaved, wide, has_k_out)
+    pool_place = (shift, pool_page, pool_token)
+    if parts:
+        no_norm, is_there = (False, np.float32(1.0), norm_offset, q_weight, k_weight), t < units
+        rows = (positions, table, table_rows, rotary, unit, rotary_units, has_table)
+        own = np.uint32(first + group)
+        if own < np.uint32(q_heads):
+            at, lone = product(token, q_token) + product(own, q_head), (True, False, own, is_there)
+            lone_unit(q, at, lone, token, slots, num_slots, pool_place, rows, runs, no_norm, targets, offsets, kinds)
+            return
+        own = np.uint32(own - np.uint32(q_heads))
+        if own < np.uint32(heads):
+            at, lone = product(token, k_token) + product(own, k_head), (False, False, own, is_there)
+            lone_unit(k, at, lone, token, slots, num_slots, pool_place, rows, runs, no_norm, targets, offsets, kinds)
+            return
+        own = np.uint32(own - np.uint32(heads))
+        at, lone = product(token, v_token) + product(own, v_head), (False, True, own, is_there)
+        lone_unit(v, at, lone, token, slots, num_slots, pool_place, rows, runs, no_norm, targets, offsets, kinds)
+        return
+    to_slot, slot_at = token_place(token, slots, num_slots, pool_place)
+    in_table, row_at = True, np.int64(0)
+    if has_table:
+        in_table, row_at = table_place(token, positions, table_rows, rotary)
+        to_slot = to_slot and in_table
     none = np.uint64(0)
     empty = (none, none, none, none)
     cosines = floats_of(empty, FLOAT32)
     sines = cosines
-    first = np.int64(0)
     while True:  # as often for every lane: teams add up their squares together
         number, is_there = first + group, t < units
         if not exact:
@@ -306,7 +371,7 @@ def rotate_kv(
         if weight_kind != NO_NORM:
             has_norm = not is_v and ((is_q and has_q_norm != 0) or (not is_q and has_k_norm != 0))
             inverse = inverse_norm(a, b, memory, at, lane, lanes, unit, channels, kind, interleaved, wide, single)
-        head = (is_q, is_v, own, is_there, in_table, to_slot)
+        head = (is_q, is_v, own, is_there, in_table, to_slot, slot_at)
         norm = (has_norm, inverse, norm_offset, q_weight, k_weight)
         angles = (has_table and not is_v and unit < rotary_units, cosines, sines)
         put_unit(a, b, runs, head, angles, norm, targets, offsets, kinds)

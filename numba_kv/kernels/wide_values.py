@@ -16,9 +16,11 @@ from numba_kv.kernels.routines import primitive, routine
 
 __all__ = [
     "bfloat16_of",
+    "bfloat16_of_results",
     "bfloat16_results",
     "float8_of",
     "float16_of",
+    "float16_of_results",
     "float16_results",
     "float32_of",
     "from_bfloat16",
@@ -33,7 +35,7 @@ __all__ = [
     "times",
 ]
 
-_FLOAT8_INSTRUCTIONS = (8, 9)
+_FLOAT8_INSTRUCTIONS, _BFLOAT16_COMPARISONS = (8, 9), (9, 0)
 
 
 @routine
@@ -115,6 +117,18 @@ def float16_of(a, b, c, d, e, f, g, h):
 @primitive(gpu=lambda architecture: narrow_elements("bfloat16"))
 def bfloat16_of(a, b, c, d, e, f, g, h):
     """Return the two words of eight float32 as bfloat16."""
+    return _four(a, b, c, d, 16, BFLOAT16), _four(e, f, g, h, 16, BFLOAT16)
+
+
+@primitive(gpu=lambda architecture: narrow_elements("float16", of_results=True))
+def float16_of_results(a, b, c, d, e, f, g, h):
+    """Return the two words of eight results of float32 operations as float16: a GPU's NaN are positive."""
+    return _four(a, b, c, d, 16, FLOAT16), _four(e, f, g, h, 16, FLOAT16)
+
+
+@primitive(gpu=lambda architecture: narrow_elements("bfloat16", of_results=architecture >= _BFLOAT16_COMPARISONS))
+def bfloat16_of_results(a, b, c, d, e, f, g, h):
+    """Return the two words of eight results of float32 operations as bfloat16: a GPU's NaN are positive."""
     return _four(a, b, c, d, 16, BFLOAT16), _four(e, f, g, h, 16, BFLOAT16)
 
 

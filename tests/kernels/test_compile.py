@@ -40,6 +40,7 @@ def rotation(
     wide: int = 1,
     single: int = 1,
     exact: int = 0,
+    parts: int = 0,
     **known: int,
 ) -> Kernel:
     return rotate_kv.fixed(
@@ -53,6 +54,7 @@ def rotation(
         wide=wide,
         single=single,
         exact=exact,
+        parts=parts,
         **known,
     )
 
@@ -84,6 +86,11 @@ WIDE = {
         {"LDG.64", "LDG.128", "STG.128"},
     ),
     "rotation": (rotation(BFLOAT16, BFLOAT16, **MODEL), {"LDG.32", "LDG.64", "LDG.128", "STG.128"}),
+    "rotation of few tokens": (rotation(BFLOAT16, BFLOAT16, parts=2, **MODEL), {"LDG.32", "LDG.64", "LDG.128", "STG.128"}),
+    "rotation of few tokens to float8": (
+        rotation(BFLOAT16, FLOAT8, parts=2, **MODEL),
+        {"LDG.32", "LDG.64", "LDG.128", "STG.64", "STG.128"},
+    ),
     "rotation to float8": (rotation(BFLOAT16, FLOAT8, **MODEL), {"LDG.32", "LDG.64", "LDG.128", "STG.64", "STG.128"}),
     "norm and rotation": (rotation(BFLOAT16, BFLOAT16, BFLOAT16, **MODEL), {"LDG.32", "LDG.64", "LDG.128", "STG.128"}),
     "pages": (copy_page_units, {"LDG.32", "LDG.128", "STG.128"}),
@@ -255,6 +262,12 @@ def test_float8_is_converted_by_instructions_that_have_them() -> None:
     kernel = WIDE["float8 write"][0]
     assert "cvt.rn.satfinite.e4m3x2.f32" in compile_ptx(kernel, (9, 0))
     assert "cvt.rn.satfinite" not in compile_ptx(kernel, (8, 0))
+
+
+def test_what_is_rotated_is_converted_without_a_branch() -> None:
+    kernel = WIDE["rotation"][0]
+    assert "set.nan.u32.bf16x2" in compile_ptx(kernel, (9, 0))
+    assert "set.nan.u32.bf16x2" not in compile_ptx(kernel, (8, 0))
 
 
 @pytest.mark.parametrize("name", ["rotation", "norm and rotation"])

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from numba_kv.cache.kv_rotation import HeadNorm, bind_rotation, rotary_rows, rotation_of
+from numba_kv.cache.kv_rotation import HeadNorm, _parts_of, bind_rotation, rotary_rows, rotation_of
 from numba_kv.device import Device, Tensor, create_device
 from numba_kv.dtypes import dtype
 from numba_kv.errors import InputError, ShapeError
@@ -189,6 +189,44 @@ def test_any_size(device: Device, data: st.DataObject) -> None:
 def test_more_heads_than_a_block_has_teams(device: Device, monkeypatch: pytest.MonkeyPatch, norm: str) -> None:
     monkeypatch.setattr("numba_kv.cache.kv_rotation._MOST_THREADS", 64)
     check(device, dim=64, rotary=64, q_heads=40, heads=3, tokens=6, pages=6, norm=norm)
+
+
+#: Heads of Q and of K, whose lanes of 16 channels fill two blocks; a CPU has as many items as heads.
+FILLING = {"cuda": (32, 16), "sim": (4, 2), "cpu": (4, 2)}
+
+
+def filling(device: Device, monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """Return heads of which few tokens go the way of few tokens."""
+    q_heads, heads = FILLING[device.target]
+    if device.target == "cpu":
+        monkeypatch.setattr("numba_kv.cache.kv_rotation._PARTS", q_heads + 2 * heads)
+    assert _parts_of(device, q_heads + 2 * heads, q_heads + 2 * heads)[0] > 1
+    return {"q_heads": q_heads, "heads": heads}
+
+
+@pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
+@pytest.mark.parametrize(("kind", "pool_kind"), [("bfloat16", "bfloat16"), ("float16", "float8_e4m3"), ("float32", "float16")])
+def test_few_tokens(device: Device, monkeypatch: pytest.MonkeyPatch, kind: str, pool_kind: str, interleaved: bool) -> None:
+    heads = filling(device, monkeypatch)
+    assert check(device, kind, pool_kind, interleaved=interleaved, **heads)
+    assert check(device, kind, pool_kind, interleaved=interleaved, in_place=False, k_out="apart", order=HND, **heads)
+
+
+def test_few_tokens_without_a_table(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert check(device, rotary=0, k_out="in place", **filling(device, monkeypatch))
+
+
+@pytest.mark.parametrize("few", [8, 9])
+def test_tokens_are_few_up_to_a_number(device: Device, monkeypatch: pytest.MonkeyPatch, few: int) -> None:
+    monkeypatch.setattr("numba_kv.cache.kv_rotation._FEW_TOKENS", few)
+    assert check(device, tokens=9, **filling(device, monkeypatch))
+
+
+@pytest.mark.parametrize("rotary", [16, 32])
+def test_lanes_of_two_units(device: Device, rotary: int) -> None:
+    """Teams of two lanes, of which one rotates or both; a CPU has none and goes the other way."""
+    q_heads, heads = FILLING[device.target]
+    assert check(device, dim=32, rotary=rotary, q_heads=q_heads // 2, heads=heads // 2)
 
 
 def test_strides_that_are_too_long_are_refused(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:

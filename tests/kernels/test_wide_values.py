@@ -21,6 +21,7 @@ from numba_kv.kernels.wide_rows import (
     product,
     raw_of,
     reciprocal,
+    results_of,
     store_raw,
     store_some,
 )
@@ -51,6 +52,11 @@ def widen_any_nan(item, bits, found):
 
 def narrow(item, memory, found, kind, nbytes):
     raw = raw_of(floats_of(load_raw(memory, 32 * np.int64(item), FLOAT32, False), FLOAT32), kind)
+    store_raw(found, 8 * nbytes * np.int64(item), raw, kind, True)
+
+
+def narrow_results(item, memory, found, kind, nbytes):
+    raw = results_of(floats_of(load_raw(memory, 32 * np.int64(item), FLOAT32, False), FLOAT32), kind)
     store_raw(found, 8 * nbytes * np.int64(item), raw, kind, True)
 
 
@@ -86,6 +92,9 @@ WIDEN = Kernel(widen, {"memory": array("uint8"), "found": array("uint32"), "kind
 WIDEN_ANY_NAN = Kernel(widen_any_nan, {"bits": array("int64"), "found": array("uint32")}, False)
 NARROW = Kernel(
     narrow, {"memory": array("uint8"), "found": array("uint8"), "kind": scalar(), "nbytes": scalar()}, False, ["kind"]
+)
+NARROW_RESULTS = Kernel(
+    narrow_results, {"memory": array("uint8"), "found": array("uint8"), "kind": scalar(), "nbytes": scalar()}, False, ["kind"]
 )
 COPY = Kernel(
     copy_some,
@@ -224,6 +233,25 @@ def test_results_are_rounded_and_a_nan_is_that_of_a_gpu(device: Device, kind: in
     wanted = np.array([from_float32(int(b), kind) for b in bits], np.uint32)
     assert np.array_equal(found, np.where(is_nan, 0x7FFF, wanted))
     assert is_nan.sum() >= 2
+
+
+@pytest.mark.parametrize("kind", [FLOAT32, FLOAT16, BFLOAT16], ids=["float32", "float16", "bfloat16"])
+def test_results_with_positive_nan_are_what_elements_are(device: Device, kind: int) -> None:
+    random = np.random.default_rng(4).integers(0, 2**32, 400, np.uint32)
+    edges = np.array([0, 0x80000000, 0x7F800000, 0xFF800000, 0x7FFFFFFF, 0x7FFFFFFF, 0x7F7FFFFF, 0x477FF000], np.uint32)
+    bits = np.concatenate([random, edges])
+    bits[np.isnan(bits.view(np.float32))] = 0x7FFFFFFF  # what a GPU's operations make
+    nbytes = 4 if kind == FLOAT32 else 2
+    found = run(
+        device,
+        NARROW_RESULTS.fixed(kind=kind),
+        len(bits) // 8,
+        ((nbytes * len(bits),), "uint8"),
+        memory=bits.view(np.uint8),
+        nbytes=nbytes,
+    )
+    wanted = bits if kind == FLOAT32 else np.array([from_float32(int(b), kind) for b in bits], np.uint16)
+    assert np.array_equal(found.view(wanted.dtype), wanted)
 
 
 def test_products_of_32_bits_are_whole() -> None:
