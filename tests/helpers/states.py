@@ -72,9 +72,11 @@ def states_of(config: LLMEngineConfig) -> Iterator[MambaCacheManager]:
 
 
 def kinds_of(states: MambaCacheManager) -> tuple[str, ...]:
-    """Return the arrays of resident states that there have to be: both, or that of convolutions alone."""
+    """Return the arrays of resident states that there have to be: both, that of convolutions alone, or none."""
     layer = states.layer
-    return ("recurrent_state", "conv_state") if layer is not None and layer.has_recurrent_state else ("conv_state",)
+    if layer is None:
+        return ()
+    return ("recurrent_state", "conv_state") if layer.has_recurrent_state else ("conv_state",)
 
 
 def values(random: np.random.Generator, shape: tuple[int, ...], kind: str) -> np.ndarray:
