@@ -44,7 +44,8 @@ class PagedCache(ModelCache):
     """Keeps K and V of a model's batch in pages, recurrent states in slots. Owns the memory; `close` gives it back.
 
     Made by `for_model`. Rows are started by the first forward and stay until `reset`. Pads on the left of a prompt, as the 2-D
-    attention mask shows them, are not stored. What `update` returns is valid until the next layer's update.
+    attention mask shows them, are not stored. What `update` returns is valid until the next layer's update. torch tells nobody
+    of the end of a forward that was interrupted (Ctrl-C): behind it, `reset` comes before anything else.
 
     Attributes
     ----------

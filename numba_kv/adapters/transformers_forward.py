@@ -218,7 +218,11 @@ class ForwardSteps:
     def reset(self) -> None:
         """Forget all tokens, and what went wrong."""
         self._forget_rows()
+        self._kv.end()
+        if self._states is not None:
+            self._states.end()
         self._step = self._mask = None
+        self._has_begun = False
         self._done.clear()
         self._running = False  # no hook has said so behind an interrupt
         self._is_of_model = None

@@ -45,7 +45,7 @@ class ModelLayers:
     sizes : KVSizes or None
         Those of K and V where they differ; `config` has the halves that are stored instead.
     states : frozenset of int
-        Layers with a recurrent state.
+        Layers with a recurrent state, or with a convolution's.
     """
 
     config: LLMEngineConfig

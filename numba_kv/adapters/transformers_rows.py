@@ -112,9 +112,9 @@ class ModelRows:
         self._check_room(lengths, counts)
         before = self.length
         sequences = self.batch.update(admit=[1] * rows) if is_first else self._sequences
-        if is_first:
-            self.batch.align_states()  # row i has its states in slot i from now on
         try:
+            if is_first:
+                self.batch.align_states()  # row i has its states in slot i from now on
             if lengths.all() and not dropped.any():
                 view = self.batch.step(tokens)
             else:

@@ -50,9 +50,9 @@ def known_scalars(
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """How tokens become blocks, from `least` tokens on: `span` tokens a block of `threads` threads.
+    """How tokens become blocks, from `least` tokens on: `span` tokens a block of `threads` threads, or `parts` blocks an item.
 
-    Or `parts` blocks an item, and a kernel of its own instead of the launch's.
+    `kernel`: instead of the launch's own.
     """
 
     least: int
@@ -80,7 +80,7 @@ class RowLaunch:
     named : str
         What messages call the arrays that have room for no more.
     shapes : tuple of Shape
-        The first has `least` 0; bound when they are first used.
+        The first has `least` 0. Bound when they are first used, but at once if kernels differ: nothing is compiled later on.
     """
 
     __slots__ = ("_bound", "_device", "_has_span", "_tokens", "_values", "items", "kernel", "named", "shapes", "tokens")
@@ -105,7 +105,10 @@ class RowLaunch:
         self._has_span = "span" in values
         self._bound: list[Launch | None] = [None] * len(shapes)
         self._tokens = [-1] * len(shapes)
-        self._bind(0)
+        kernels = {shape.kernel for shape in shapes}
+        for place, shape in enumerate(shapes):
+            if not place or (len(kernels) > 1 and shape.least <= tokens):
+                self._bind(place)
 
     def _bind(self, place: int) -> Launch:
         shape = self.shapes[place]

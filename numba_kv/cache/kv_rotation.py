@@ -334,11 +334,11 @@ def bind_rotation(pool: Tensor, call: Rotation, factors: Tensor | None, norm_bit
     return RowLaunch(rotate_kv.fixed(parts=0, **known), device, values, 1, call.tokens, *shapes, named=call.named)
 
 
-def _parts_of(device: Device, work: int, heads: int) -> tuple[int, int]:
-    """Return in how many blocks, of how many threads, each lane has a part of a token's work; no blocks if in none."""
+def _parts_of(device: Device, work: int, all_heads: int) -> tuple[int, int]:
+    """Return in how many blocks, of how many threads, a token is so that every lane has work; (0, 0) if it cannot be."""
     for parts in (_PARTS, 1):
         threads = ceil_div(ceil_div(work, parts), _WARP) * _WARP
-        if threads <= _MOST_THREADS and heads % parts == 0 and lanes_of(device, threads) * parts == work:
+        if threads <= _MOST_THREADS and all_heads % parts == 0 and lanes_of(device, threads) * parts == work:
             return parts, threads
     return 0, 0
 

@@ -1,6 +1,7 @@
 """One upload through page-locked blocks. What files give is read and sent by the compiled loop, beside the interpreter.
 
-Knows the words of that loop, and the functions of the system that make threads for it. Does not know threads of Python.
+Knows the words of that loop, and the functions of the system that make threads for it. Does not make threads of Python, but
+has work for them where files do not give everything.
 Importing this file imports Numba and compiles.
 """
 
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from numba_kv.device.driver_functions import CopyFunctions, status_name
-from numba_kv.errors import DeviceError
+from numba_kv.errors import CapacityError, DeviceError
 from numba_kv.kernels import file_loop as loop
 from numba_kv.weights.safetensors_file import pread_address
 
@@ -74,7 +75,8 @@ class StagedRun:
             self._pieces[:, loop.FILE] = -1
         # Descriptors of its own: those of a file that is closed meanwhile may become another's.
         files = self._pieces[:, loop.FILE].tolist()
-        self._files = {file: os.dup(file) for file in set(files) if file >= 0}
+        self._files: dict[int, int] = {}
+        self._open({file for file in files if file >= 0})
         self._pieces[:, loop.FILE] = files = [self._files.get(file, -1) for file in files]
         self._needs_python = not self._threads.create or -1 in files
         self._filled: NDArray[np.int64] = np.zeros(len(blocks), np.int64)
@@ -95,6 +97,18 @@ class StagedRun:
         self._readers: NDArray[np.int64] = np.zeros((min(num_readers, windows.count), loop.READER_WORDS), np.int64)
         self._readers[:, loop.WINDOW], self._readers[:, loop.JOB] = -1, self._job.ctypes.data
         self._readers[:, loop.RESULT] = loop.NONE_LEFT
+
+    def _open(self, files: set[int]) -> None:
+        try:
+            for file in files:
+                self._files[file] = os.dup(file)
+        except BaseException as error:
+            free = len(self._files)
+            self.close()
+            if not isinstance(error, OSError):
+                raise
+            message = f"files: {len(files)} are to be read at once, the process can open {free} more ({error.strerror})"
+            raise CapacityError(message, needed=len(files), free=free) from None
 
     @property
     def done_nbytes(self) -> int:

@@ -118,8 +118,7 @@ class Uploader:
         Cost: `staging_nbytes` of page-locked memory, some milliseconds; on a machine's first time a second of compiling.
         """
         with self._turn:
-            if self._closed:
-                raise StateError("the uploader is closed")
+            self._begin()
             if self._functions is None:
                 return
             try:
@@ -161,15 +160,17 @@ class Uploader:
         WeightError, DeviceError
             If a source or a copy fails; what the destination holds then is undefined, but nothing writes to it any more.
         StateError
-            After `close`; from a `progress` of an upload that runs.
+            After `close`; from a `progress` or `meanwhile` of an upload that runs.
+        CapacityError
+            If the process cannot open as many files.
 
-        Stream: enqueues on the device's stream and waits. Cost: a copy for one to eight blocks.
+        Stream: enqueues on the device's stream and waits. Cost: copies of up to 8 MiB, a quarter of the staging at most.
+        Ctrl-C: raised once no reader and no copy is left, that is behind the reads which run then.
         """
         if self._caller == threading.get_ident():
-            raise StateError("an upload is running in this thread; its progress callback cannot start another")
+            raise StateError("an upload is running in this thread; what it calls back cannot start another")
         with self._turn:
-            if self._closed:
-                raise StateError("the uploader is closed")
+            self._begin()
             windows = Windows(segments, self._block_nbytes)
 
             def start() -> Memory:
@@ -195,8 +196,6 @@ class Uploader:
     def _run(
         self, windows: Windows, start: Callable[[], Memory], report: Progress, meanwhile: Callable[[Memory], None]
     ) -> Memory:
-        if self._running is not None:  # the end of an upload was interrupted as well
-            self._end_threads()
         stream, threads = self._device.stream, self._have_threads()
         run: DirectRun | StagedRun | None = None
         work: list[Future[None]] = []
@@ -234,9 +233,9 @@ class Uploader:
             try:
                 self._end_threads()
             finally:
+                if run is not None and self._running is None:
+                    run.close()
                 stream.synchronize()  # a copy has no event yet if the driver refused that
-            if run is not None:
-                run.close()
             raise
         finally:
             work.clear()  # see `_watch`
@@ -274,15 +273,31 @@ class Uploader:
             self._threads = ThreadPoolExecutor(self._num_readers, "numba_kv-weights")
         return self._threads
 
-    def _end_threads(self) -> None:
+    def _begin(self) -> None:
+        """Raise StateError after `close`; end the readers of an upload whose end has failed."""
+        if self._closed:
+            raise StateError("the uploader is closed")
         if self._running is not None:
-            self._running.stop()
-        threads, self._threads = self._threads, None
-        if threads is not None:
-            threads.shutdown(cancel_futures=True)
+            self._end_threads()
+
+    def _end_threads(self) -> None:
+        """Let every reader return, and wait for that; an interrupt is raised behind it: readers write to memory of others."""
+        interrupt: KeyboardInterrupt | None = None
+        while True:
+            try:
+                if self._running is not None:
+                    self._running.stop()
+                if self._threads is not None:
+                    self._threads.shutdown(cancel_futures=True)
+                break
+            except KeyboardInterrupt as error:
+                interrupt = error
+        self._threads = None
         if self._running is not None:
             self._running.close()
             self._running = None
+        if interrupt is not None:
+            raise interrupt
 
     def check_idle(self) -> None:
         """Raise StateError if an upload is running."""

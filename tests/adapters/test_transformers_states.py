@@ -225,6 +225,9 @@ def test_interrupted_steps_are_not_gone_on_from(name: str, target: str, monkeypa
             with pytest.raises(StateError, match="a forward was interrupted; call reset"):
                 call()
         cache.reset()
+        with pytest.raises(StateError, match="works in forwards of the model that"):  # the interrupted one is over
+            tiny(name, target, seed=7)(ids, cache=cache)
+        assert not cache.has_previous_state()
         wanted, _ = generated(model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, 5)
         assert torch.equal(decoder.generate(ids, max_new_tokens=5), wanted)
 

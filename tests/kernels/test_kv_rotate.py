@@ -6,10 +6,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
+from numba_kv.cache.kv_launch import RowLaunch
 from numba_kv.cache.kv_rotation import HeadNorm, _parts_of, bind_rotation, rotary_rows, rotation_of
 from numba_kv.device import Device, Tensor, create_device
 from numba_kv.dtypes import dtype
 from numba_kv.errors import InputError, ShapeError
+from numba_kv.kernels.jit import Launch
 from tests.helpers.kv_pools import NUMPY, Guarded, converted, numbers, same_bits
 from tests.helpers.kv_rotations import normalised, turned, unit_order
 
@@ -195,31 +197,46 @@ def test_more_heads_than_a_block_has_teams(device: Device, monkeypatch: pytest.M
 FILLING = {"cuda": (32, 16), "sim": (4, 2), "cpu": (4, 2)}
 
 
-def filling(device: Device, monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
-    """Return heads of which few tokens go the way of few tokens."""
+def filling(device: Device, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, int], list[int]]:
+    """Return heads of which few tokens go the way of few tokens, and a list that gets the blocks of a token of each launch."""
     q_heads, heads = FILLING[device.target]
+    used: list[int] = []
+    aimed = RowLaunch._aimed
+
+    def watched(self: RowLaunch, tokens: int) -> tuple[Launch, int]:
+        found = aimed(self, tokens)
+        used.append(found[1] // tokens)
+        return found
+
+    monkeypatch.setattr(RowLaunch, "_aimed", watched)
     if device.target == "cpu":
         monkeypatch.setattr("numba_kv.cache.kv_rotation._PARTS", q_heads + 2 * heads)
     assert _parts_of(device, q_heads + 2 * heads, q_heads + 2 * heads)[0] > 1
-    return {"q_heads": q_heads, "heads": heads}
+    return {"q_heads": q_heads, "heads": heads}, used
 
 
 @pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
 @pytest.mark.parametrize(("kind", "pool_kind"), [("bfloat16", "bfloat16"), ("float16", "float8_e4m3"), ("float32", "float16")])
 def test_few_tokens(device: Device, monkeypatch: pytest.MonkeyPatch, kind: str, pool_kind: str, interleaved: bool) -> None:
-    heads = filling(device, monkeypatch)
+    heads, used = filling(device, monkeypatch)
     assert check(device, kind, pool_kind, interleaved=interleaved, **heads)
     assert check(device, kind, pool_kind, interleaved=interleaved, in_place=False, k_out="apart", order=HND, **heads)
+    assert len(used) == 2
+    assert min(used) > 1
 
 
 def test_few_tokens_without_a_table(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert check(device, rotary=0, k_out="in place", **filling(device, monkeypatch))
+    heads, used = filling(device, monkeypatch)
+    assert check(device, rotary=0, k_out="in place", **heads)
+    assert used[0] > 1
 
 
 @pytest.mark.parametrize("few", [8, 9])
 def test_tokens_are_few_up_to_a_number(device: Device, monkeypatch: pytest.MonkeyPatch, few: int) -> None:
     monkeypatch.setattr("numba_kv.cache.kv_rotation._FEW_TOKENS", few)
-    assert check(device, tokens=9, **filling(device, monkeypatch))
+    heads, used = filling(device, monkeypatch)
+    assert check(device, tokens=9, **heads)
+    assert (used[0] > 1) == (few == 9)
 
 
 @pytest.mark.parametrize("rotary", [16, 32])

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ import numpy as np
 import pytest
 
 from numba_kv.device import Device, Memory, create_device
-from numba_kv.errors import StateError, WeightError
+from numba_kv.errors import CapacityError, StateError, WeightError
 from numba_kv.weights import SafetensorsFile, Uploader, staged_run
 from numba_kv.weights.assembly import FileRange
 from numba_kv.weights.windows import Segment
@@ -196,8 +198,93 @@ def test_what_progress_raises_ends_readers_of_files(
     assert np.array_equal(received(device, memory, segment.nbytes), wanted)
 
 
-@pytest.mark.parametrize("then", ["close", "upload"])
-def test_readers_are_ended_later_if_their_end_is_interrupted(
+def test_interrupts_while_readers_end_wait_for_them(files: list[SafetensorsFile], monkeypatch: pytest.MonkeyPatch) -> None:
+    device, segment, wanted = LateDevice(), *of_a_file(files)
+    reads, left, open_before = [0], [2], num_open()
+    stop = staged_run.StagedRun.stop
+
+    def before() -> None:
+        reads[0] += 1
+        threading.Event().wait(0.005)
+
+    def interrupted(memory: Memory) -> None:
+        raise KeyboardInterrupt
+
+    def stop_late(self: staged_run.StagedRun) -> None:
+        if left[0]:
+            left[0] -= 1
+            raise KeyboardInterrupt
+        stop(self)
+
+    with Uploader(device, staging_nbytes=8192, block_nbytes=1024, num_readers=3) as uploader:
+        kept = reads_through(monkeypatch, before)
+        with monkeypatch.context() as patch:
+            patch.setattr(staged_run.StagedRun, "stop", stop_late)
+            with pytest.raises(KeyboardInterrupt):
+                uploader.upload([segment], device.allocate(segment.nbytes), meanwhile=interrupted)
+            ended = reads[0]
+            threading.Event().wait(0.05)
+            assert (reads[0], left[0], uploader._running) == (ended, 0, None)
+        memory = uploader.upload([segment], device.allocate(segment.nbytes))
+        assert np.array_equal(received(device, memory, segment.nbytes), wanted)
+    assert num_open() == open_before
+    del kept
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_interrupts_while_a_pool_ends_wait_for_it(monkeypatch: pytest.MonkeyPatch, direct: bool) -> None:
+    """Of sources that need Python: a read that takes its time is not left behind."""
+    device, written, left = host_device(direct), [0], [2]
+    shutdown, known = ThreadPoolExecutor.shutdown, threading.active_count()
+
+    def fill(out: np.ndarray, at: int) -> None:
+        threading.Event().wait(0.05)
+        out[:] = 7
+        written[0] += 1
+
+    def shutdown_late(self: ThreadPoolExecutor, *args: Any, **options: Any) -> None:
+        if left[0]:
+            left[0] -= 1
+            raise KeyboardInterrupt
+        shutdown(self, *args, **options)
+
+    def interrupted(memory: Memory) -> None:
+        raise KeyboardInterrupt
+
+    with Uploader(device, staging_nbytes=8192, block_nbytes=1024, num_readers=2) as uploader:
+        with monkeypatch.context() as patch:
+            patch.setattr(ThreadPoolExecutor, "shutdown", shutdown_late)
+            with pytest.raises(KeyboardInterrupt):
+                uploader.upload([Segment(begin=0, nbytes=8192, fill=fill)], device.allocate(8192), meanwhile=interrupted)
+        ended = written[0]
+        assert (left[0], threading.active_count()) == (0, known)
+        threading.Event().wait(0.1)
+        assert written[0] == ended < 8
+
+
+def test_too_many_files_are_refused(files: list[SafetensorsFile], monkeypatch: pytest.MonkeyPatch) -> None:
+    device, (given, wanted), left = LateDevice(), of_files(files), [1]
+    open_before, dup = num_open(), os.dup
+
+    def few(file: int) -> int:
+        if not left[0]:
+            raise OSError(errno.EMFILE, "Too many open files")
+        left[0] -= 1
+        return dup(file)
+
+    with Uploader(device, staging_nbytes=8192, block_nbytes=1024, num_readers=2) as uploader:
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "dup", few)
+            with pytest.raises(CapacityError, match="are to be read at once, the process can open 1 more") as refused:
+                uploader.upload(given, device.allocate(len(wanted)))
+        assert refused.value.free == 1
+        memory = uploader.upload(given, device.allocate(len(wanted)))
+        assert np.array_equal(received(device, memory, len(wanted)), wanted)
+    assert num_open() == open_before
+
+
+@pytest.mark.parametrize("then", ["close", "upload", "prepare"])
+def test_readers_are_ended_later_if_their_end_fails(
     files: list[SafetensorsFile], monkeypatch: pytest.MonkeyPatch, then: str
 ) -> None:
     device, segment, wanted = LateDevice(), *of_a_file(files)
@@ -207,17 +294,17 @@ def test_readers_are_ended_later_if_their_end_is_interrupted(
         reads[0] += 1
         threading.Event().wait(0.005)
 
-    def interrupted(memory: Memory) -> None:
-        raise KeyboardInterrupt
+    def fail(_: object) -> None:
+        raise SystemExit
 
     with Uploader(device, staging_nbytes=8192, block_nbytes=1024, num_readers=3) as uploader:
         kept = reads_through(monkeypatch, before)
         with monkeypatch.context() as patch:
-            patch.setattr(staged_run.StagedRun, "stop", lambda self: interrupted(None))
-            with pytest.raises(KeyboardInterrupt):
-                uploader.upload([segment], device.allocate(segment.nbytes), meanwhile=interrupted)
-        if then == "close":
-            uploader.close()
+            patch.setattr(staged_run.StagedRun, "stop", fail)
+            with pytest.raises(SystemExit):
+                uploader.upload([segment], device.allocate(segment.nbytes), meanwhile=fail)
+        if then != "upload":
+            getattr(uploader, then)()
             ended = reads[0]
             threading.Event().wait(0.02)
             assert reads[0] == ended
