@@ -124,7 +124,10 @@ class GreedyDecoder:
         check_ids("input_ids", input_ids)
         before = self._cache.get_seq_length()
         if before >= input_ids.shape[1]:
-            raise InputError(f"input_ids: {input_ids.shape[1]} tokens given, the cache holds {before}; give those and new ones")
+            raise InputError(
+                f"input_ids: {input_ids.shape[1]} tokens given, the cache holds {before}; call "
+                "cache.reset() before another prompt, or give all ids and new ones"
+            )
         options = {}
         if attention_mask is None and self._cache._forward.rows.offsets.any():
             raise InputError("attention_mask: None given, but rows of the cache have pads on their left; give that of all ids")

@@ -63,7 +63,7 @@ class ForwardSteps:
         Raises
         ------
         InputError
-            If attention reads pages, and the mask is of another kind; or as `update`.
+            If there is no token, or attention reads pages and the mask is of another kind; or as `update`.
         StateError, CapacityError
             As `update`, where layers have states.
         """
@@ -76,6 +76,11 @@ class ForwardSteps:
             raise InputError(
                 "attention_mask: one of [B, tokens] or none is wanted by attention over pages, which knows no other; use "
                 "attention='gather'"
+            )
+        if shape is not None and not shape[1]:
+            raise InputError(
+                f"input_ids: no new token given, the cache holds {self.rows.length} already; call reset() before another "
+                "prompt, or pass the whole chat and what is new"
             )
         if self._states is not None and self._ahead is None:
             if shape is None:

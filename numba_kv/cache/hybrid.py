@@ -80,7 +80,9 @@ class HybridCacheManager:
         """
         place = self.plan.config.attention_indices[self._checked(layer)]
         if place < 0:
-            raise InputError(f"layer: decoder layer {layer} has no attention; it is {self.layer_type(layer)!r}")
+            kind = self.layer_type(layer)
+            states = "; conv_state(layer) and recurrent_state(layer) are its states" if kind == "recurrent" else ""
+            raise InputError(f"layer: decoder layer {layer} has no attention; it is {kind!r}{states}")
         return place
 
     def recurrent_index(self, layer: int) -> int:

@@ -189,6 +189,21 @@ def test_layers_that_skip_one_are_noticed(target: str) -> None:
         assert cache.stored_tokens == [0]
 
 
+@pytest.mark.parametrize("name", ["llama", "lfm2"])
+def test_a_prompt_again_without_reset(name: str, target: str) -> None:
+    """Nothing of it is new to the cache, as transformers sees it, where the answer was longer than the prompt."""
+    if target == "sim" and name != "llama":
+        pytest.skip("the simulator takes too long for every family")
+    model, inputs = tiny(name, target), prompt(2, target)
+    with opened(model, target) as cache:
+        generated(model, inputs, 5, cache=cache)
+        with pytest.raises(InputError, match=r"no new token given, the cache holds 6 already; call reset\(\) before another"):
+            generated(model, inputs, 5, cache=cache)
+        assert cache.stored_tokens == [6]
+        cache.reset()
+        generated(model, inputs, 5, cache=cache)
+
+
 def test_two_models_cannot_share_a_cache(target: str) -> None:
     model, other = tiny("llama", target), tiny("llama", target, seed=1)
     inputs = prompt(5, target)
