@@ -133,6 +133,13 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert out.startswith("numba-kv ")
 
 
+def test_the_package_runs_as_the_command() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "numba_kv", "--version"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout.split()[0]) == (0, "numba-kv")
+
+
 def test_help_loads_nothing_heavy() -> None:
     code = (
         "import sys\nfrom numba_kv import cli\ncli.main(['--help'])\n"

@@ -28,6 +28,7 @@ TIERS = (
     ("adapters",),
     ("replay",),
     ("cli",),
+    ("__main__",),
 )
 RANK = {room: rank for rank, rooms in enumerate(TIERS) for room in rooms}
 
