@@ -14,8 +14,9 @@ from numba_kv.shared_resources import SharedResources
 
 if TYPE_CHECKING:
     from numba_kv.config import LLMEngineConfig
+    from numba_kv.device import Device
 
-__all__ = ["follow_stream", "open_resources"]
+__all__ = ["follow_stream", "open_resources", "place_of"]
 
 #: How the driver calls the legacy default stream, which is torch's own as long as no other is chosen, where 0 means "none".
 _LEGACY_STREAM = 1
@@ -44,6 +45,11 @@ def open_resources(config: LLMEngineConfig, place: Any, target: str | None, memo
     return SharedResources.create_for_llm(
         config, stream=stream, target=name, device=place.index or 0, memory_bytes=memory_bytes
     )
+
+
+def place_of(device: Device) -> Any:
+    """Return where torch has the memory of a device: torch.device."""
+    return torch.device("cuda", device.ordinal) if device.target == "cuda" else torch.device("cpu")
 
 
 def follow_stream(resources: SharedResources, place: Any) -> None:

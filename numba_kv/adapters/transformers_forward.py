@@ -237,12 +237,9 @@ class ForwardSteps:
 
     @property
     def _is_incomplete(self) -> bool:
-        return self._step is not None and not self._has_reached_all
-
-    @property
-    def _has_reached_all(self) -> bool:
-        """Whether all layers have brought what the step adds to them."""
-        return self._done == self.owners and (self._states is None or self._states.reached == self._states.layers)
+        """Whether some layer has not brought what the step adds to it."""
+        lacks_states = self._states is not None and self._states.reached != self._states.layers
+        return self._step is not None and (self._done != self.owners or lacks_states)
 
     @property
     def _shortfall(self) -> str:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from numba_kv.adapters.torch_arrays import as_kv_tensor
+from numba_kv.adapters.transformers_device import place_of
 from numba_kv.cache import KVIO
 from numba_kv.errors import InteropError, ShapeError
 
@@ -50,7 +51,7 @@ class LayerKV(ABC):
         self._torch = torch
         self._device = device = resources.device
         self._caches = caches = resources.cache_managers[0]
-        self._place = torch.device("cuda", device.ordinal) if device.target == "cuda" else torch.device("cpu")
+        self._place = place_of(device)
         self._kind = getattr(torch, caches.plan.config.kv_cache_dtype)
         self._io = KVIO(caches)
         self._sizes = sizes

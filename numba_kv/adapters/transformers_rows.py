@@ -120,8 +120,8 @@ class ModelRows:
             else:
                 view = self.batch.step({s: int(n) for s, n in zip(sequences, counts, strict=True) if n})
         except BaseException:
-            if is_first and not self.batch.guard.is_closed and self.batch.guard.poison is None:
-                self.batch.update(retire=sequences)
+            if is_first:
+                self._give_up(sequences)
             raise
         if is_first:
             self._sequences, self.offsets = sequences, np.zeros(rows, np.int64)
@@ -219,8 +219,7 @@ class ModelRows:
             self.batch.reorder({row: old[parent] for row, parent in zip(rows, parents, strict=True)})
             self.batch.align_states()
         except BaseException:
-            if not self.batch.guard.is_closed and self.batch.guard.poison is None:
-                self.batch.update(retire=more)
+            self._give_up(more)
             raise
         self.batch.update(retire=old[len(parents) :])
         chosen = np.array(parents, np.int64)
@@ -233,6 +232,11 @@ class ModelRows:
         self._sequences = []
         self.length = 0
         self.lengths = self.offsets = np.zeros(0, np.int64)
+
+    def _give_up(self, sequences: list[Sequence]) -> None:
+        """Retire sequences of a call that failed, unless the batch failed with it: it says so itself."""
+        if not self.batch.guard.is_closed and self.batch.guard.poison is None:
+            self.batch.update(retire=sequences)
 
     def _dropped(self, lengths: NDArray[np.int64], tokens: int, pads: NDArray[np.int64] | None) -> NDArray[np.int64]:
         """Return how many columns on the left of each row are not stored."""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from numba_kv.adapters.transformers_device import place_of
 from numba_kv.config import Mamba1Layer
 from numba_kv.errors import InputError, InteropError, ShapeError, StateError
 
@@ -44,10 +45,10 @@ class ModelStates:
     """
 
     def __init__(self, resources: SharedResources, layers: frozenset[int]) -> None:
-        caches, device = resources.cache_managers[0], resources.device
+        caches = resources.cache_managers[0]
         layer = resources.plan.config.recurrent_layer
         self.layers = layers
-        self.place = torch.device("cuda", device.ordinal) if device.target == "cuda" else torch.device("cpu")
+        self.place = place_of(resources.device)
         self.reached: set[int] = set()
         self._step: RowStep | None = None
         self._rows = 0

@@ -128,14 +128,15 @@ class Composer:
     def align_states(self) -> int:
         """Move recurrent states so that row i's are in slot i; return how many moved."""
         states = self.launches.states
-        if states is None or not states.strays:
+        cycles = [] if states is None else states.strays
+        if states is None or not cycles:
             return 0
         self.begin()
         self._start_change()
         before = self.device.bytes_sent
-        moved = self.launches.align_states(states)
+        self.launches.align_states(states, cycles)
         self._count(before)
-        return moved
+        return sum(map(len, cycles))
 
     def move_pages(self, leases: LeasePlan) -> None:
         """Move pages between rows and the pool, at most as many to rows as one block holds."""

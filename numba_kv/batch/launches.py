@@ -239,12 +239,10 @@ class StepLaunches:
         if self.states is not None:
             self.states.permute(cycles)
 
-    def align_states(self, states: StateRows) -> int:
-        """Move states to the slots of their rows: one copy, one kernel. Return how many moved."""
-        cycles = states.strays
+    def align_states(self, states: StateRows, cycles: list[list[int]]) -> None:
+        """Move states along their strays: one copy, one kernel."""
         self._send_cycles(cycles)
         states.align(cycles)
-        return sum(map(len, cycles))
 
     def _send_cycles(self, cycles: list[list[int]]) -> None:
         words = self._staging.acquire()

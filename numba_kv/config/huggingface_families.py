@@ -12,8 +12,8 @@ from typing import Literal
 from numba_kv.config.read import INT64_MAX, Reader, words
 
 __all__ = [
-    "CHUNKED",
     "ATTENDS_TWICE_HIDDEN",
+    "CHUNKED",
     "FULL",
     "SLIDING",
     "FAMILIES",

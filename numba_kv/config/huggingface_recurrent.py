@@ -6,7 +6,7 @@ what a null or a missing list means is taken from the family.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from numba_kv.config.huggingface_families import MAX_LAYERS
@@ -136,9 +136,7 @@ def _lfm2_types(reader: Reader) -> Types:
     """LFM2: listed by kind, or by where attention is, which then is everywhere unless that is stated."""
     if reader.has("layer_types"):
         return _lfm2_listed_types(reader)
-    count, key = _count(reader), "full_attn_idxs"
-    chosen = reader.integers(key, 0, count - 1) if reader.has(key) else range(count)
-    return tuple(_ATTENTION if index in chosen else _RECURRENT for index in range(count))
+    return _at_indices(reader, "full_attn_idxs", range(_count(reader)))
 
 
 def _lfm2_listed_types(reader: Reader) -> Types:
@@ -159,8 +157,13 @@ def _listed_or_recurrent(reader: Reader) -> Types:
 
 
 def _attention_at_indices(reader: Reader) -> Types:
-    count, key = _count(reader), "attn_layer_indices"
-    chosen = reader.integers(key, 0, count - 1) if reader.has(key) else ()
+    return _at_indices(reader, "attn_layer_indices", ())
+
+
+def _at_indices(reader: Reader, key: str, default: Sequence[int]) -> Types:
+    """Return attention in the layers that a key lists, `default` if it is missing, and states in the others."""
+    count = _count(reader)
+    chosen = reader.integers(key, 0, count - 1) if reader.has(key) else default
     return tuple(_ATTENTION if index in chosen else _RECURRENT for index in range(count))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.cache.test_batch_states import MODELS, caches, marked, marks, slots
+from tests.cache.test_batch_states import MODELS, caches, marked_rows, marks, slots
 from tests.helpers.batches import opened
 from tests.helpers.kv_pools import same_bits
 from tests.helpers.models import tiny_config
@@ -17,10 +17,7 @@ def test_states_follow_their_rows_when_they_are_told_to(name: str) -> None:
     """Behind `align_states` row i finds its states in slot i, whatever order the rows had; rows that are free count too."""
     with opened(MODELS[name]) as batch:
         states = caches(batch).mamba_cache
-        made = batch.update(admit=[1, 2, 3, 4])
-        batch.step({s: s.pending_tokens for s in made})
-        for slot in range(4):
-            marked(states, slot, slot + 1)
+        made = marked_rows(batch)
         launches = batch.stats.launches
         assert batch.align_states() == 0
         assert batch.stats.launches == launches

@@ -53,6 +53,15 @@ def marked(states: MambaCacheManager, slot: int, number: float) -> None:
             tensor.fill_from(np.full(tensor.shape, number).astype(tensor.dtype.numpy()))
 
 
+def marked_rows(batch: kv.Batch) -> list[kv.Sequence]:
+    """Start four sequences of 1 to 4 tokens, and write the number of each all over its states; return them."""
+    made = batch.update(admit=[1, 2, 3, 4])
+    batch.step({s: s.pending_tokens for s in made})
+    for slot in range(4):
+        marked(caches(batch).mamba_cache, slot, slot + 1)
+    return made
+
+
 def marks(states: MambaCacheManager, slot: int) -> set[float]:
     return {float(n) for name in kinds_of(states) for n in np.unique(everything(states, name)[:, slot].astype(np.float32))}
 
@@ -85,10 +94,7 @@ def test_a_new_sequence_finds_zeros_and_others_keep_theirs(name: str) -> None:
 def test_rows_move_and_states_stay(name: str) -> None:
     with opened(MODELS[name]) as batch:
         states = caches(batch).mamba_cache
-        made = batch.update(admit=[1, 2, 3, 4])
-        batch.step({s: s.pending_tokens for s in made})
-        for slot in range(4):
-            marked(states, slot, slot + 1)
+        made = marked_rows(batch)
         batch.update(retire=[made[0], made[2]])
         batch.compact()
         left = {s.row: int(s.generation) for s in (made[1], made[3])}
