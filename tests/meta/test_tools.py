@@ -217,6 +217,7 @@ def test_the_test_tool_explains_itself() -> None:
     done = subprocess.run([sys.executable, ROOT / "tools" / "test", "--help"], capture_output=True, text=True, check=True)
     assert "--fast" in done.stdout
     assert "--gpu" in done.stdout
+    assert "--frameworks" in done.stdout
     assert "--models" in done.stdout
 
 
