@@ -11,7 +11,7 @@ from functools import cache
 from numba_kv.device.driver import check_driver
 from numba_kv.errors import DeviceError
 
-__all__ = ["CopyFunctions", "driver_function", "status_name"]
+__all__ = ["CopyFunctions", "driver_function", "driver_version", "status_name"]
 
 #: Version of CUDA whose meaning of a name is wanted.
 _VERSION = 12000
@@ -57,6 +57,14 @@ def driver_function(name: str) -> int:
     if not address:
         raise DeviceError(f"{name}: the driver has no such function")
     return int(address)
+
+
+@cache
+def driver_version() -> int:
+    """Return the newest version of CUDA that the driver knows, as it counts them: 12030 for 12.3."""
+    from cuda.bindings import driver
+
+    return int(check_driver(driver.cuDriverGetVersion(), "version of the driver"))
 
 
 def status_name(status: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
@@ -69,6 +70,8 @@ class CudaGraph(Graph):
         with device.active():
             builder = device.native.create_graph_builder()
             builder.begin_building("thread_local")
+            collects = gc.isenabled()
+            gc.disable()  # memory that garbage gives back meanwhile would end the capture
             try:
                 work(CudaStream(builder.stream, device, owns=False, owner=builder))
             except BaseException:
@@ -76,6 +79,9 @@ class CudaGraph(Graph):
                     builder.end_building()
                 builder.close()
                 raise
+            finally:
+                if collects:
+                    gc.enable()
             self._graph: Any = builder.end_building().complete()
             builder.close()
 

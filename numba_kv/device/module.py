@@ -41,7 +41,7 @@ class Function:
     Attributes
     ----------
     handle : int
-        The driver's function, which `cuLaunchKernel` takes.
+        The driver's function, which `cuLaunchKernelEx` takes.
     """
 
     def __init__(self, cubin: bytes, entry: str) -> None:

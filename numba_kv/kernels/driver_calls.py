@@ -21,12 +21,14 @@ if TYPE_CHECKING:
 
     from numba_kv.device.stream import Stream
 
-__all__ = ["CALL_WORDS", "GRID", "STREAM", "CaptureQuery", "DriverCalls"]
+__all__ = ["CALL_WORDS", "CaptureQuery", "DriverCalls", "OwnWord"]
 
 #: Words of a call: the function's address and its parameters, 11 at most, each of them 64 bits or fewer.
 CALL_WORDS = 12
-#: Words of a call of `cuLaunchKernel` that differ from one time to the next: blocks, and the stream.
-GRID, STREAM = 2, 9
+
+
+class OwnWord(int):
+    """Stands, among a call's parameters, for the address of a word of the call, counted as `DriverCalls.words` are."""
 
 
 class DriverCalls:
@@ -35,7 +37,8 @@ class DriverCalls:
     Parameters
     ----------
     *calls : sequence
-        Name of the function, then its parameters as integers: values, and addresses of what has to live as long as this.
+        Name of the function, then its parameters as integers: values, addresses of what has to live as long as this, and
+        `OwnWord`. What follows the function's parameters is there for those.
 
     Attributes
     ----------
@@ -49,10 +52,11 @@ class DriverCalls:
         self._run = _compiled()
         self._names = [str(call[0]) for call in calls]
         self._table: NDArray[np.int64] = np.zeros(CALL_WORDS * len(calls), np.int64)
-        for c, (name, *parameters) in enumerate(calls):
-            row = [driver_function(name), *parameters]
-            self._table[c * CALL_WORDS : c * CALL_WORDS + len(row)] = np.array(row, np.uint64).view(np.int64)
         self._address = self._table.ctypes.data
+        for c, (name, *parameters) in enumerate(calls):
+            begin = self._address + 8 * CALL_WORDS * c
+            row = [driver_function(name), *(begin + 8 * p if isinstance(p, OwnWord) else p for p in parameters)]
+            self._table[c * CALL_WORDS : c * CALL_WORDS + len(row)] = np.array(row, np.uint64).view(np.int64)
         self.words = self._table.data
 
     def __call__(self) -> None:

@@ -13,6 +13,7 @@ from numba_kv.kernels.numba_targets import cuda_module
 
 __all__ = [
     "float_operation",
+    "grid_control",
     "load_bytes",
     "load_floats",
     "narrow_elements",
@@ -53,6 +54,25 @@ def _pointer(ir: Any, context: Any, builder: Any, array_type: Any, array: Any, a
     data = context.make_array(array_type)(context, builder, array).data
     place = builder.addrspacecast(builder.gep(data, [at]), ir.PointerType(ir.IntType(8), 1))
     return builder.bitcast(place, ir.PointerType(element, 1))
+
+
+def grid_control(what: str) -> Any:
+    """Return ``()``, which lets a kernel overlap its neighbours on a stream, from compute capability 9.0 on.
+
+    ``wait`` returns once the kernel before, and all that this one waited for, is done and visible; no memory that other work
+    writes or reads is touched before. Behind ``launch_dependents`` of all its blocks those of the next kernel may start.
+    """
+    ir, types, intrinsic = _intrinsic()
+
+    @intrinsic
+    def control(typingctx):
+        def codegen(context, builder, signature, arguments):
+            builder.asm(ir.FunctionType(ir.VoidType(), []), f"griddepcontrol.{what};", "~{memory}", [], True)
+            return context.get_dummy_value()
+
+        return types.void(), codegen
+
+    return control
 
 
 def load_bytes(count: int, *, kept: bool = False) -> Any:

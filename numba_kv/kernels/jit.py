@@ -69,6 +69,8 @@ class Kernel:
         Whether an item is a block whose lanes share it.
     open : frozenset of str
         Scalars that have to be fixed before it can be bound.
+    keeps_next : bool
+        Whether blocks of the next kernel start when those of this one end, and not before; see `launch_words`.
     """
 
     def __init__(
@@ -77,7 +79,9 @@ class Kernel:
         arguments: dict[str, Argument],
         block_form: bool,
         open_scalars: Iterable[str] = (),
+        keeps_next: bool = False,
     ) -> None:
+        self.keeps_next = keeps_next
         self.function = module_function(function)
         self.name = self.function.__name__
         self.arguments = arguments
@@ -104,7 +108,7 @@ class Kernel:
         key = tuple(None if (value := values.get(name)) is None else index(value) for name in self.arguments)
         if key not in self._variants:
             arguments = {n: a.fixed(values[n]) if n in values else a for n, a in self.arguments.items()}
-            made = Kernel(self.function, arguments, self.block_form)
+            made = Kernel(self.function, arguments, self.block_form, keeps_next=self.keeps_next)
             words = [str(index(values[n])) for n in self.arguments if n in self.open]
             if len(words) < len(values):  # the others can be many: a name is that of a file, too
                 words.append(blake2b(repr(key).encode(), digest_size=6).hexdigest())
@@ -124,7 +128,7 @@ class Kernel:
             if each not in self.arguments or self.arguments[each].dtype is None:
                 raise InputError(f"kernel {self.name}: {each!r} is not one of its arrays")
         arguments = {n: a if n not in kinds else replace(a, dtype=dtype(kinds[n])) for n, a in self.arguments.items()}
-        made = Kernel(self.function, arguments, self.block_form, self.open)
+        made = Kernel(self.function, arguments, self.block_form, self.open, self.keeps_next)
         made.name = name
         return _registered(made)
 
@@ -350,12 +354,12 @@ def _registered(made: Kernel) -> Kernel:
 
 
 def kernel(
-    *, block_form: bool = False, open_scalars: Iterable[str] = (), **arguments: Argument
+    *, block_form: bool = False, open_scalars: Iterable[str] = (), keeps_next: bool = False, **arguments: Argument
 ) -> Callable[[Callable[..., None]], Kernel]:
     """Declare a kernel; see the module docstring. One with open scalars is a pattern, see `Kernel.fixed`."""
 
     def decorate(function: Callable[..., None]) -> Kernel:
-        return _registered(Kernel(function, arguments, block_form, open_scalars))
+        return _registered(Kernel(function, arguments, block_form, open_scalars, keeps_next))
 
     return decorate
 

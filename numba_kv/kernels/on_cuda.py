@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 from numba_kv.device.build_cache import read_product, write_product
 from numba_kv.device.module import Function, ptx_to_cubin
 from numba_kv.errors import DeviceError, InvariantError
-from numba_kv.kernels.driver_calls import GRID, STREAM, DriverCalls
+from numba_kv.kernels.driver_calls import DriverCalls
+from numba_kv.kernels.gpu_intrinsics import grid_control
+from numba_kv.kernels.launch_words import GRID, GRID_REST, STREAM, launch_words, overlaps
 from numba_kv.kernels.numba_targets import array_from_address, compile_to_ptx, cuda_device_function
 from numba_kv.kernels.routines import specialise
 from numba_kv.kernels.source import array_kinds, build_key, call_arguments, product_name, unpack_lines
@@ -28,16 +30,20 @@ _lock = threading.RLock()  # an interrupt must not lock its own thread out
 _THREAD_ENTRY = """
 def entry({parameters}):
     item = np.int64(np.uint32(cuda.blockIdx.x)) * np.int64(np.uint32(cuda.blockDim.x)) + np.int64(np.uint32(cuda.threadIdx.x))
+    {begin}
     if item < w0:
         {unpack}
         _work(item, {arguments})
+    {end}
 """
 
 _BLOCK_ENTRY = """
 def entry({parameters}):
+    {begin}
     {unpack}
     item, lane = np.int64(np.uint32(cuda.blockIdx.x)), np.int64(np.uint32(cuda.threadIdx.x))
     _work(item, lane, np.int64(np.uint32(cuda.blockDim.x)), {arguments})
+    {end}
 """
 
 
@@ -46,14 +52,21 @@ def _entry(kernel: Kernel, compute_capability: tuple[int, int]) -> Any:
     import numpy as np
     from numba import cuda
 
+    begin, end = "pass", "pass"
+    if overlaps(compute_capability):
+        begin, end = ("_wait()", "_start_next()") if kernel.keeps_next else ("_wait(); _start_next()", "pass")
     text = (_BLOCK_ENTRY if kernel.block_form else _THREAD_ENTRY).format(
         parameters=", ".join(f"w{i}" for i in range(kernel.num_words)),
         unpack=("\n    " if kernel.block_form else "\n        ").join(unpack_lines(kernel, "w{i}")),
         arguments=call_arguments(kernel),
+        begin=begin,
+        end=end,
     )
     scope: dict[str, Any] = {
         "np": np,
         "cuda": cuda,
+        "_wait": grid_control("wait"),
+        "_start_next": grid_control("launch_dependents"),
         "_work": cuda_device_function(specialise(kernel.function, cuda_device_function, compute_capability)),
     }
     for kind, ndim in array_kinds(kernel):
@@ -114,7 +127,7 @@ def _cubin(kernel: Kernel, compute_capability: tuple[int, int]) -> tuple[bytes, 
 
 
 def launch_call(launch: Launch) -> tuple[Any, ...]:
-    """Return a bound kernel's launch as a call for `DriverCalls`; words `GRID` and `STREAM` of it differ from time to time."""
+    """Return a bound kernel's launch as a call for `DriverCalls`; see `launch_words`."""
     import numpy as np
 
     kernel, device, block = launch.kernel, launch.device, launch.block
@@ -128,7 +141,8 @@ def launch_call(launch: Launch) -> tuple[Any, ...]:
         base = block.ctypes.data
         launch.addresses = np.arange(base, base + 8 * len(block), 8, dtype=np.uint64)
     parameters = launch.addresses.ctypes.data
-    return "cuLaunchKernel", function.handle, 0, 1, 1, launch.threads, 1, 1, 0, 0, parameters, 0
+    capability: tuple[int, int] = device.compute_capability  # type: ignore[attr-defined]
+    return launch_words(function.handle, launch.threads, parameters, capability)
 
 
 def cuda_runner(launch: Launch) -> Callable[[int, Stream], None]:
@@ -137,7 +151,7 @@ def cuda_runner(launch: Launch) -> Callable[[int, Stream], None]:
     words, prepare = call.words, launch.prepare
 
     def run(items: int, stream: Stream) -> None:
-        words[GRID] = prepare(items)
+        words[GRID] = prepare(items) | GRID_REST
         words[STREAM] = stream.handle
         call()
 
@@ -152,7 +166,7 @@ def cuda_repeated(launch: Launch, items: int) -> Callable[[Stream], None]:
     """
     call = DriverCalls(launch_call(launch))
     words = call.words
-    words[GRID] = launch.prepare(items)
+    words[GRID] = launch.prepare(items) | GRID_REST
 
     def again(stream: Stream) -> None:
         words[STREAM] = stream.handle

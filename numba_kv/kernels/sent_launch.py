@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from numba_kv.device.cuda_device import CudaDevice
-from numba_kv.kernels.driver_calls import CALL_WORDS, GRID, STREAM, DriverCalls
+from numba_kv.kernels.driver_calls import CALL_WORDS, DriverCalls
+from numba_kv.kernels.launch_words import GRID, GRID_REST, STREAM
 
 if TYPE_CHECKING:
     from numba_kv.device import Staging, Stream
@@ -64,7 +65,7 @@ class SentLaunch:
         words, nbytes = calls.words, 4 * num_words
         words[_SOURCE], words[_NBYTES], words[_EVENT] = block.address, nbytes, event.handle
         words[_COPY_STREAM] = words[_LAUNCH_STREAM] = words[_EVENT_STREAM] = stream.handle
-        words[_BLOCKS] = launch.prepare(items)
+        words[_BLOCKS] = launch.prepare(items) | GRID_REST
         calls()
         self._device.bytes_sent += nbytes
         self._staging.sent(event, stream)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 
 import numpy as np
 import pytest
 
-from numba_kv.device import Device, Staging, Tensor, create_device
+from numba_kv.device import Device, Staging, Stream, Tensor, create_device
 from numba_kv.dtypes import dtype
 from numba_kv.errors import InputError, InteropError
 
@@ -54,6 +55,28 @@ def test_at_the_limit_staging_waits(device: Device) -> None:
     assert to.to_host().tolist() == list(range(50))
     staging.close()
     busy[0].to_host()
+
+
+def test_garbage_that_holds_memory_does_not_end_a_capture(device: Device) -> None:
+    to = device.tensor((4,), INT32)
+    before = gc.get_threshold()
+
+    def work(stream: Stream) -> None:
+        held: list[object] = [device.tensor((1 << 20,), INT32)] if not stream.is_capturing else []
+        held.append(held)
+        for _ in range(100):
+            device.fill(to, 5, stream)
+            held = [held]  # new objects, on which the collector starts
+
+    work(device.stream)
+    gc.set_threshold(1)
+    try:
+        graph = device.capture(work)
+    finally:
+        gc.set_threshold(*before)
+    assert gc.isenabled()
+    graph.launch(device.stream)
+    assert to.to_host().tolist() == [5] * 4
 
 
 def test_another_stream_waits_for_an_event(device: Device) -> None:

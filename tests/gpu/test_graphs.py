@@ -99,7 +99,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     made = DriverCalls.__call__
 
     def compiled(self: DriverCalls) -> None:
-        calls.update(name for name in self._names if name not in ("cuLaunchKernel", "cuStreamIsCapturing"))
+        calls.update(name for name in self._names if name not in ("cuLaunchKernelEx", "cuStreamIsCapturing"))
         made(self)
 
     monkeypatch.setattr(DriverCalls, "__call__", compiled)

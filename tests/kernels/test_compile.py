@@ -149,6 +149,23 @@ def test_memory_is_reached_through_the_global_space(name: str, architecture: tup
 
 
 @for_each
+def test_no_memory_is_touched_before_the_kernel_in_front_is_done(name: str, architecture: tuple[int, int]) -> None:
+    body = ptx_of(name, architecture).partition("{")[2]
+    wait, start = "griddepcontrol.wait;", "griddepcontrol.launch_dependents;"
+    if architecture < (9, 0):
+        assert "griddepcontrol" not in body
+        return
+    before, found, behind = body.partition(wait)
+    assert found
+    assert wait not in behind
+    assert not re.findall(r"\b(?:ld|st|atom|red)\.global", before)
+    assert not re.findall(r"\bbra\b", before), "some threads would not wait"
+    assert body.count(start) >= 1
+    assert start not in before
+    assert (start in behind.partition("bra")[0]) != KERNELS[name].keeps_next
+
+
+@for_each
 def test_nothing_is_spilled(name: str, architecture: tuple[int, int]) -> None:
     cubin, log = assembled(name, architecture)
     assert cubin[:4] == b"\x7fELF"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import struct
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -10,8 +11,8 @@ from types import SimpleNamespace
 import pytest
 
 from numba_kv.errors import DeviceError
-from numba_kv.kernels import driver_calls, on_cuda
-from numba_kv.kernels.driver_calls import CALL_WORDS, DriverCalls
+from numba_kv.kernels import driver_calls, launch_words, on_cuda
+from numba_kv.kernels.driver_calls import CALL_WORDS, DriverCalls, OwnWord
 
 WORDS = [ctypes.c_int64] * 11
 made: list[tuple[str, tuple[int, ...]]] = []
@@ -50,6 +51,45 @@ def test_calls_are_made_in_order_with_their_words(functions: dict[str, Callable[
     assert made[-1][1] == (*range(1, 11), 77)
 
 
+def test_a_parameter_can_be_the_address_of_a_word_of_its_call(functions: dict[str, Callable[..., int]]) -> None:
+    def read(*words: int) -> int:
+        return int(ctypes.c_int64.from_address(words[0]).value)
+
+    functions |= {"cuFirst": lambda *words: 0, "cuSecond": read}
+    calls = DriverCalls(("cuFirst",), ("cuSecond", OwnWord(3), 0, 700))
+    with pytest.raises(DeviceError, match="cuSecond: the driver reports CUDA_ERROR_ILLEGAL_ADDRESS"):
+        calls()
+
+
+def test_a_launch_has_the_layout_of_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = pytest.importorskip("cuda.bindings.driver")
+    monkeypatch.setattr(launch_words, "driver_version", lambda: 13000)
+    name, place, function, parameters, extra, *config = launch_words.launch_words(0xF, 96, 0xB0, (9, 0))
+    assert (name, place, function, parameters, extra) == ("cuLaunchKernelEx", launch_words.GRID, 0xF, 0xB0, 0)
+    assert len(config) + 5 == CALL_WORDS
+    config[0] |= 1234
+    config[launch_words.STREAM - launch_words.GRID] = 0x57
+    wanted = driver.CUlaunchConfig()
+    wanted.gridDimX, wanted.gridDimY, wanted.gridDimZ = 1234, 1, 1
+    wanted.blockDimX, wanted.blockDimY, wanted.blockDimZ = 96, 1, 1
+    wanted.sharedMemBytes, wanted.hStream = 0, driver.CUstream(0x57)
+    attribute = driver.CUlaunchAttribute()
+    attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+    attribute.value.programmaticStreamSerializationAllowed = 1
+    assert ctypes.string_at(config[5], 72) == ctypes.string_at(int(attribute.getPtr()), 72)
+    config[5] = 0  # where the attributes are
+    wanted.numAttrs = 1
+    assert struct.pack("<7Q", *config)[:-4] == ctypes.string_at(int(wanted.getPtr()), 52)
+
+
+@pytest.mark.parametrize(("capability", "version"), [((8, 9), 13000), ((9, 0), 12020)], ids=["older GPU", "older driver"])
+def test_launches_do_not_overlap_where_they_cannot(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], version: int
+) -> None:
+    monkeypatch.setattr(launch_words, "driver_version", lambda: version)
+    assert launch_words.launch_words(0xF, 96, 0xB0, capability)[-1] == 0
+
+
 def test_the_first_failure_ends_them(functions: dict[str, Callable[..., int]]) -> None:
     statuses = iter([0, 700, 0])
     functions |= {name: lambda *words: next(statuses) for name in ("cuFirst", "cuSecond", "cuThird")}
@@ -79,7 +119,7 @@ class Device:
 
 
 def repeated(monkeypatch: pytest.MonkeyPatch, device: Device) -> Callable[[object], None]:
-    words = ("cuLaunchKernel", 0xF, 0, 1, 1, 64, 1, 1, 0, 0, 0xB0, 0)
+    words = launch_words.launch_words(0xF, 64, 0xB0, (8, 0))
     monkeypatch.setattr(on_cuda, "launch_call", lambda launch: words)
     launch = SimpleNamespace(device=device, prepare=lambda items: items // 64)
     again = on_cuda.cuda_repeated(launch, 448)  # type: ignore[arg-type]
@@ -87,20 +127,23 @@ def repeated(monkeypatch: pytest.MonkeyPatch, device: Device) -> Callable[[objec
 
 
 def test_a_repeated_launch_is_one_call(functions: dict[str, Callable[..., int]], monkeypatch: pytest.MonkeyPatch) -> None:
-    functions["cuLaunchKernel"] = lambda *words: 0
+    functions["cuLaunchKernelEx"] = lambda *words: 0
     again = repeated(monkeypatch, Device())
     again(SimpleNamespace(handle=0x57))
-    assert made == [("cuLaunchKernel", (0xF, 7, 1, 1, 64, 1, 1, 0, 0x57, 0xB0, 0))]
+    ((name, (config, *words)),) = made
+    assert (name, words[:3]) == ("cuLaunchKernelEx", [0xF, 0xB0, 0])
+    assert words[3:8] == [7 | 1 << 32, 1 | 64 << 32, 1 | 1 << 32, 0, 0x57]
+    assert config
 
 
 def test_a_refused_launch_is_made_with_the_device_current(
     functions: dict[str, Callable[..., int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     device = Device()
-    functions["cuLaunchKernel"] = lambda *words: 0 if device.is_current else 201
+    functions["cuLaunchKernelEx"] = lambda *words: 0 if device.is_current else 201
     repeated(monkeypatch, device)(SimpleNamespace(handle=1))
     assert len(made) == 2
     assert not device.is_current
-    functions["cuLaunchKernel"] = lambda *words: 719
+    functions["cuLaunchKernelEx"] = lambda *words: 719
     with pytest.raises(DeviceError, match="CUDA_ERROR_LAUNCH_FAILED"):
         repeated(monkeypatch, device)(SimpleNamespace(handle=1))
