@@ -8,9 +8,14 @@ from typing import TYPE_CHECKING, Any
 from numba_kv.adapters.triton_tables import is_installed
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import numpy as np
+    from numpy.typing import NDArray
+
     from numba_kv.device import Tensor
 
-__all__ = ["TorchKV", "copy_us", "is_installed"]
+__all__ = ["PageCopy", "TorchKV", "copy_us", "is_installed"]
 
 
 def copy_us(nbytes: int) -> float:
@@ -119,6 +124,45 @@ class TorchKV:
         return _median_us(graph.replay, inner=1) / steps
 
 
+class PageCopy:
+    """Pages to pages of the same pools.
+
+    Parameters
+    ----------
+    pools : sequence of Tensor bfloat16 [2, N, P, H, D]
+        Each layer's pages, dense; layers are equally far apart.
+    pairs : integers [n, 2]
+        Source and target of each copy; no page is a target twice, nor both.
+    """
+
+    def __init__(self, pools: Sequence[Tensor], pairs: NDArray[np.integer[Any]]) -> None:
+        import torch
+
+        self.layers = [torch.from_dlpack(pool) for pool in pools]
+        sides = torch.as_tensor(pairs, dtype=torch.int64, device="cuda")
+        self.sources, self.targets = sides[:, 0].contiguous(), sides[:, 1].contiguous()
+        first, last = self.layers[0], self.layers[-1]
+        self.page = first[0, 0].numel()
+        apart = (last.data_ptr() - first.data_ptr()) // first.element_size() // max(1, len(pools) - 1)
+        self.strides = apart, first.stride(0)
+        self.kernel = _kernels()[3]
+
+    def with_torch(self) -> None:
+        """Enqueue the copies as torch's indexing: two operations a layer."""
+        for pages in self.layers:
+            pages.index_copy_(1, self.targets, pages.index_select(1, self.sources))
+
+    def with_triton(self) -> None:
+        """Enqueue the copies as one Triton kernel."""
+        part = 2048
+        grid = (-(-self.page // part), len(self.sources), 2 * len(self.layers))
+        self.kernel[grid](self.layers[0], self.sources, self.targets, *self.strides, PAGE=self.page, PART=part, num_warps=4)
+
+    def times(self) -> dict[str, float]:
+        """Return microseconds of each."""
+        return {"torch": _median_us(self.with_torch), "triton": _median_us(self.with_triton)}
+
+
 def _median_us(work: Callable[[], object], repeat: int = 15, inner: int = 5) -> float:
     """Return the median time of `work`: several between two events, the first of them behind work that is not timed."""
     import torch
@@ -139,7 +183,7 @@ def _median_us(work: Callable[[], object], repeat: int = 15, inner: int = 5) -> 
     return float(sorted(times)[repeat // 2])
 
 
-def _kernels() -> tuple[Any, Any, Any]:
+def _kernels() -> tuple[Any, ...]:
     import triton
     import triton.language as tl
 
@@ -186,4 +230,12 @@ def _kernels() -> tuple[Any, Any, Any]:
         tl.store(k_row + at, (first * cos - second * sin).to(tl.bfloat16))
         tl.store(k_row + at + HALF, (second * cos + first * sin).to(tl.bfloat16))
 
-    return write, gather, rotate
+    @triton.jit
+    def copy(pool, sources, targets, layer_stride, half_stride, PAGE: tl.constexpr, PART: tl.constexpr):
+        pair, plane = tl.program_id(1), tl.program_id(2).to(tl.int64)
+        at = tl.program_id(0) * PART + tl.arange(0, PART)
+        half = pool + (plane // 2) * layer_stride + (plane % 2) * half_stride
+        page = tl.load(half + tl.load(sources + pair) * PAGE + at, mask=at < PAGE, other=0.0)
+        tl.store(half + tl.load(targets + pair) * PAGE + at, page, mask=at < PAGE)
+
+    return write, gather, rotate, copy

@@ -159,6 +159,10 @@ class _Bench:
         pairs = self.pages[: 2 * count].reshape(2, count).T
         page = _LAYERS * self.sizes.page_tokens * self.sizes.heads * self.sizes.dim * dtype(self.kind).itemsize
         found = self._point("copy_pages", 2 * 2 * count * page, lambda: self.io.copy_pages(_GROUP, pairs))
+        if self._has_others():
+            pools = [self.resources.cache_managers[0].kv(layer) for layer in range(_LAYERS)]
+            others = torch_kv.PageCopy(pools, pairs).times()
+            found |= {f"{name}_us": round(us, 2) for name, us in others.items()}
         return found | {"pages": count}
 
     def _bind_write(self) -> BoundCall:
