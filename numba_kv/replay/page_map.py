@@ -112,6 +112,8 @@ def _group_map(group: GroupPlan, rows: list[tuple[int, int]], table: list[list[i
 
 def page_map_table(shown: PageMap, notes: Iterable[str] = ()) -> RenderableType:
     """Return one table per group: a bar of each row's logical pages, and the first and last mapped entries; then notes."""
+    if not shown.groups:
+        return Group(f"No layer keeps keys and values, so there are no pages ({shown.target}).", *notes)
     return Group(
         *(_group_table(group) for group in shown.groups),
         f"█ mapped  ▒ partly  ░ mapped ahead of the length  · behind the window  ({shown.target})",

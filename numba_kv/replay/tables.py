@@ -7,13 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from rich.console import Group, RenderableType
+from rich.console import Group, JustifyMethod, RenderableType
 from rich.table import Table
 
+from numba_kv.config.state_layout import state_plans
 from numba_kv.plan import PARTS, MemoryPlan
 from numba_kv.replay.figures import Latency, ReplayFigures
 from numba_kv.replay.sizes import format_bytes
+
+if TYPE_CHECKING:
+    from numba_kv.config import LLMEngineConfig
 
 __all__ = ["Budget", "figure_rows", "group_notes", "group_rows", "plan_json", "plan_table", "replay_table"]
 
@@ -27,10 +32,16 @@ class Budget:
 
 
 def _table(title: str, *columns: str, text: int = 1) -> Table:
-    """Return an empty table; the first `text` columns are words, the others numbers."""
+    """Return an empty table; the first `text` columns are words, the others numbers, which stay in one line.
+
+    A head has a line break where there is little room.
+    """
     table = Table(title=title, title_justify="left", header_style="bold")
     for i, column in enumerate(columns):
-        table.add_column(column, justify="left" if i < text else "right", no_wrap=i < text, overflow="fold")
+        is_number = i >= text
+        least = max(map(len, column.split()), default=None)
+        justify: JustifyMethod = "right" if is_number else "left"
+        table.add_column(column, justify=justify, no_wrap=is_number, min_width=least, overflow="fold")
     return table
 
 
@@ -81,21 +92,19 @@ def plan_table(plan: MemoryPlan, budget: Budget | None, name: str, notes: Iterab
     """Return the tables of a plan: one row per window group that has layers, then notes and the sums."""
     config = plan.config
     rows, capacity = config.max_batch_size, config.max_kv_cache_capacity
-    columns = ("group", "attention", "heads x dim", "layers", "page tokens", "ring R", "pages N", "page", "pool")
-    groups = _table(f"KV caches of {name}: {rows:,} rows of {capacity:,} tokens", *columns, text=3)
+    columns = ("group", "heads x dim", "layers", "ring\nR", "pages\nN", "page", "pool")
+    groups = _table(f"KV caches of {name}: {rows:,} rows of {capacity:,} tokens", *columns, text=2)
     for g in plan.groups:
         if g.is_empty:
             continue
         shapes = ", ".join(f"{s.num_kv_heads}x{s.head_dim}" for s in g.slabs) or "-"
         borrowed = len(g.layers) - sum(len(s.layers) for s in g.slabs)
-        layers = f"{len(g.layers)} ({borrowed} borrow)" if borrowed else str(len(g.layers))
+        layers = f"{len(g.layers)}\n{borrowed} borrow" if borrowed else str(len(g.layers))
         ring = str(g.ring) if g.ring else "-"
         groups.add_row(
-            str(g.index),
-            str(g.window),
+            f"{g.index}: {g.window}",
             shapes,
             layers,
-            str(g.page_tokens),
             ring,
             f"{g.num_pages:,}",
             format_bytes(g.page_nbytes),
@@ -116,8 +125,22 @@ def plan_table(plan: MemoryPlan, budget: Budget | None, name: str, notes: Iterab
     sums.add_row("tokens that all rows hold at once", f"{plan.max_tokens:,}")
     if budget:
         sums.add_row("largest --batch with all rows at full capacity", f"{budget.most_rows:,}")
-    note = f"{config.kv_cache_dtype}; C = {config.max_step_tokens}; N counts the null and the trash page"
-    return Group(groups, note, *notes, sums)
+    pages = f"pages of {config.page_tokens} tokens, {config.kv_cache_dtype}; N counts the null and the trash page"
+    parts: list[RenderableType] = [groups, pages] if groups.row_count else [groups.title or ""]
+    if config.num_recurrent_layers:
+        parts.append(_states(config))
+    return Group(*parts, f"C = {config.max_step_tokens}: tokens of a row in a step, at most", *notes, sums)
+
+
+def _states(config: LLMEngineConfig) -> Table:
+    """Return the table of what recurrent layers keep of each row."""
+    title = f"States of {config.num_recurrent_layers} recurrent layers"
+    table = _table(title, "state", "of a row, in each layer", "of a row", "of all rows", text=2)
+    for state in state_plans(config):
+        shape = " x ".join(f"{n:,}" for n in state.shape[2:])
+        of_row = format_bytes(state.nbytes // config.max_batch_size)
+        table.add_row(state.name, f"{shape} {state.dtype}", of_row, format_bytes(state.nbytes))
+    return table
 
 
 def figure_rows(figures: ReplayFigures) -> list[tuple[str, str]]:
@@ -168,11 +191,10 @@ def group_rows(figures: ReplayFigures) -> list[tuple[str, ...]]:
 
     The audit at the end finds empty rows: without another one there is no column of what was mapped.
     """
-    heads = ("group", "attention", "layers", "ring R", "peak pages", "bound", "peak bytes", "keeping all")
+    heads = ("group", "layers", "ring R", "peak pages", "bound", "peak bytes", "keeping all")
     rows = [
         (
-            str(g.index),
-            g.window,
+            f"{g.index}: {g.window}",
             str(g.layers),
             str(g.ring_pages) if g.ring_pages else "-",
             f"{g.peak_pages:,}",
@@ -185,7 +207,7 @@ def group_rows(figures: ReplayFigures) -> list[tuple[str, ...]]:
     if not _was_audited_on_the_way(figures):
         return [heads, *rows]
     mapped = (f"{g.peak_mapped_pages:,}" for g in figures.groups)
-    return [(*heads, "mapped at an audit"), *((*row, cell) for row, cell in zip(rows, mapped, strict=True))]
+    return [(*heads, "at audits"), *((*row, cell) for row, cell in zip(rows, mapped, strict=True))]
 
 
 def group_notes(figures: ReplayFigures) -> list[str]:
@@ -194,7 +216,7 @@ def group_notes(figures: ReplayFigures) -> list[str]:
     if any(g.ring_pages for g in figures.groups):
         notes.append("Keeping all: what the layers would have taken if they kept every token.")
     if _was_audited_on_the_way(figures):
-        notes.append("Mapped at an audit: the most pages that an audit found in the page table; the peak may lie between two.")
+        notes.append("At audits: the most pages that an audit found in the page table; the peak may lie between two.")
     return notes
 
 
@@ -209,7 +231,7 @@ def replay_table(figures: ReplayFigures, notes: Iterable[str] = ()) -> Renderabl
     for name, value in figure_rows(figures):
         numbers.add_row(name, value)
     heads, *rows = group_rows(figures)
-    groups = _table("Pages", *heads, text=2)
+    groups = _table("Pages", *(head.replace(" ", "\n") for head in heads), text=1)
     for row in rows:
         groups.add_row(*row)
     return Group(numbers, groups, *group_notes(figures), *notes)

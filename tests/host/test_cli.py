@@ -390,6 +390,39 @@ def test_plan_table_and_json_file(capsys: pytest.CaptureFixture[str], config: st
     assert (found["max_step_tokens"], found["max_batch_tokens"], found["rows_in_budget"]) == (8, 64, None)
 
 
+MAMBA = {
+    **{"model_type": "mamba2", "num_hidden_layers": 3, "hidden_size": 64, "num_heads": 4, "head_dim": 32, "expand": 2},
+    **{"state_size": 16, "n_groups": 1, "conv_kernel": 4, "vocab_size": 32},
+}
+
+
+def test_plan_shows_what_recurrent_layers_keep(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "mamba.json"
+    path.write_text(json.dumps(MAMBA))
+    _, out, _ = run(capsys, "plan", str(path), "--capacity", "64", "--batch", "2")
+    assert "States of 3 recurrent layers" in out
+    state = next(line for line in out.splitlines() if "recurrent_state" in line)
+    assert "4 x 32 x 16 float32" in state
+    assert "24 KiB" in state
+    assert "48 KiB" in state
+    assert "ring" not in out, "there is no group to show"
+    code, out, _ = run(capsys, "inspect", str(path), "--capacity", "64", "--tokens", "3", "--target", "cpu")
+    assert code == 0
+    assert "No layer keeps keys and values" in out
+
+
+@pytest.mark.parametrize("width", [80, 100])
+def test_tables_fit_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, width: int) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    for command in (["plan"], ["replay", "--limit", "20", "--target", "cpu", "--audit-every", "100"]):
+        trace = ["generated:7"] if command[0] == "replay" else []
+        _, out, _ = run(capsys, command[0], "gemma3_270m", *trace, *command[1:])
+        assert max(map(len, out.splitlines())) <= width
+        assert "1: sliding" in out
+        ends = [line.rstrip()[-1] for line in out.splitlines() if line[:1] in "┏┃┡│└"]
+        assert set(ends) <= set("┓┃┩│┘┐"), "a column is cut off"
+
+
 def test_a_group_without_layers_is_in_the_json_alone(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "windows.json"
     path.write_text(json.dumps({**TINY, "layer_types": ["sliding_attention"] * 2}))
@@ -568,10 +601,10 @@ def test_a_bound_far_above_the_peak_is_written_not_drawn(
 def test_replay_table_says_what_windows_save(capsys: pytest.CaptureFixture[str], config: str, trace: str) -> None:
     args = ("replay", config, trace, "--batch", "3", "--page-tokens", "8", "--target", "cpu")
     _, out, _ = run(capsys, *args)
-    assert "keeping all" in out
-    assert "mapped at an audit" not in out
-    assert "mapped at an audit" in run(capsys, *args, "--audit-every", "5")[1]
-    assert "Mapped at an audit" in run(capsys, *args, "--audit-every", "5")[1]
+    assert "Keeping all" in out
+    assert "audits ┃" not in out
+    assert "audits ┃" in run(capsys, *args, "--audit-every", "5")[1]
+    assert "At audits" in run(capsys, *args, "--audit-every", "5")[1]
     full, window = replayed(capsys, config, trace, "--batch", "3", "--page-tokens", "8")["groups"]
     assert window["every_token_nbytes"] % window["page_nbytes"] == 0
     # Without a window the layer would have held what the full one did, but for pages ahead.
