@@ -28,6 +28,12 @@ __all__ = ["ExternalWeightManager", "TensorTable", "arena_nbytes", "bindings_of"
 
 #: Every weight starts at a multiple of this.
 _ALIGNMENT = 256
+#: What the call that wants a state says where it is another one.
+_FIRST = {
+    "constructed": "load() is called once, before all others",
+    "loaded": "validate() is called once, between load() and register()",
+    "validated": "register() comes behind load() and validate()",
+}
 
 
 class TensorTable(Protocol):
@@ -228,12 +234,19 @@ class ExternalWeightManager:
 
         Raises
         ------
+        InputError
+            If `table` has not the methods of a `TensorTable`.
         StateError
             If the weights are not validated, or one of the names is bound already; nothing is bound then.
 
         Stream: host only.
         """
         self._want("validated")
+        missing = [name for name in ("__contains__", "set", "remove") if not callable(getattr(table, name, None))]
+        if missing:
+            raise InputError(
+                f"table: {type(table).__name__} given, without {' and '.join(missing)}; a TensorMap, or what has its methods"
+            )
         names = [binding.name for binding in self._bindings if binding.is_input]
         bound = next((name for name in names if name in table), None)
         if bound is not None:
@@ -268,7 +281,7 @@ class ExternalWeightManager:
 
     def _want(self, state: str) -> None:
         if self._state != state:
-            raise StateError(f"external weights are {self._state}; this call needs them {state}")
+            raise StateError(f"external weights are {self._state}; {_FIRST[state]}")
 
     def __enter__(self) -> ExternalWeightManager:
         if self._state == "closed":

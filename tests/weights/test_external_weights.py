@@ -169,6 +169,14 @@ def test_from_file_to_bindings(tmp_path: Path, manager: ExternalWeightManager) -
         manager.register(first)
 
 
+def test_what_is_no_table_is_refused(tmp_path: Path, manager: ExternalWeightManager) -> None:
+    arrays = arrays_of_two()
+    manager.load(write(tmp_path / "a.safetensors", arrays), inputs=inputs_of(arrays))
+    with pytest.raises(InputError, match="table: dict given, without set and remove; a TensorMap"):
+        manager.register({})  # type: ignore[arg-type]
+    manager.register(TensorMap())
+
+
 def test_a_table_that_has_one_of_the_names_is_left_as_it_is(tmp_path: Path, manager: ExternalWeightManager) -> None:
     arrays = arrays_of_two()
     manager.load(write(tmp_path / "a.safetensors", arrays), inputs=inputs_of(arrays))
