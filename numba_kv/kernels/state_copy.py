@@ -10,6 +10,8 @@ A state is opaque here. Each kernel exists for 8-byte words and, for states that
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from numba_kv.kernels.jit import kernel
@@ -31,28 +33,54 @@ __all__ = [
 ]
 
 
+#: Scalars of kernels over all layers' states: sizes, distances of layers and parts of a slot, the convolution's last.
+_SLABS: dict[str, Any] = {
+    "layers": scalar(),
+    "part_size": scalar(),
+    "recurrent_size": scalar(),
+    "recurrent_layer": scalar(),
+    "recurrent_parts": scalar(),
+    "conv_size": scalar(),
+    "conv_layer": scalar(),
+    "parts": scalar(),
+}
+
+
 @routine
-def clear_part_of_slot(part, slot, lane, lanes, recurrent, conv, sizes):
-    """Clear one part of a slot: the parts of all layers follow each other, those of a layer's convolution last."""
+def part_place(part, sizes):
+    """Return of a part: whether it is of the recurrent slab, where its layer begins there, a slot's size, first and end in it.
+
+    The parts of all layers follow each other, those of a layer's convolution last.
+    """
     part_size, recurrent_size, recurrent_layer, recurrent_parts, conv_size, conv_layer, parts = sizes
     layer = part // parts
     place = part - layer * parts
-    step = np.uint64(lanes)
-    j = np.uint64(lane)
-    if place < recurrent_parts:
-        first = place * part_size
-        at = np.uint64(layer * recurrent_layer + slot * recurrent_size + first)
-        stop = np.uint64(min(part_size, recurrent_size - first))
-        while j < stop:
-            recurrent[at + j] = 0
-            j += step
+    is_recurrent = place < recurrent_parts
+    base, size = layer * recurrent_layer, recurrent_size
+    if not is_recurrent:
+        place, base, size = place - recurrent_parts, layer * conv_layer, conv_size
+    first = place * part_size
+    return is_recurrent, base, size, first, min(first + part_size, size)
+
+
+@routine
+def clear_range(slab, at, stop, lane, lanes):
+    """Clear the elements from `at` to `stop`; lanes share them."""
+    j, end = np.uint64(at) + np.uint64(lane), np.uint64(stop)
+    while j < end:
+        slab[j] = 0
+        j += np.uint64(lanes)
+
+
+@routine
+def clear_part_of_slot(part, slot, lane, lanes, recurrent, conv, sizes):
+    """Clear one part of a slot."""
+    is_recurrent, base, size, first, stop = part_place(part, sizes)
+    at = base + slot * size
+    if is_recurrent:
+        clear_range(recurrent, at + first, at + stop, lane, lanes)
     else:
-        first = (place - recurrent_parts) * part_size
-        at = np.uint64(layer * conv_layer + slot * conv_size + first)
-        stop = np.uint64(min(part_size, conv_size - first))
-        while j < stop:
-            conv[at + j] = 0
-            j += step
+        clear_range(conv, at + first, at + stop, lane, lanes)
 
 
 @kernel(
@@ -60,14 +88,7 @@ def clear_part_of_slot(part, slot, lane, lanes, recurrent, conv, sizes):
     recurrent=array("uint64"),
     conv=array("uint64"),
     first_slot=scalar(),
-    layers=scalar(),
-    part_size=scalar(),
-    recurrent_size=scalar(),
-    recurrent_layer=scalar(),
-    recurrent_parts=scalar(),
-    conv_size=scalar(),
-    conv_layer=scalar(),
-    parts=scalar(),
+    **_SLABS,
 )
 def clear_states_words(
     item,
@@ -116,14 +137,7 @@ def start_row(edits, state_slots, state_index, record, is_first, recurrent, conv
     edits=array("int32"),
     state_slots=array("int32"),
     state_index=array("int32"),
-    layers=scalar(),
-    part_size=scalar(),
-    recurrent_size=scalar(),
-    recurrent_layer=scalar(),
-    recurrent_parts=scalar(),
-    conv_size=scalar(),
-    conv_layer=scalar(),
-    parts=scalar(),
+    **_SLABS,
 )
 def clear_fresh_states_words(
     item,
@@ -279,14 +293,7 @@ def permute_part_of_slots(slab, edits, head, tail, base, size, first, stop, lane
     edits=array("int32"),
     state_slots=array("int32"),
     state_index=array("int32"),
-    layers=scalar(),
-    part_size=scalar(),
-    recurrent_size=scalar(),
-    recurrent_layer=scalar(),
-    recurrent_parts=scalar(),
-    conv_size=scalar(),
-    conv_layer=scalar(),
-    parts=scalar(),
+    **_SLABS,
 )
 def permute_states_words(
     item,
@@ -322,16 +329,12 @@ def permute_states_words(
             state_slots[row] = row
             if state_index[row] >= 0:
                 state_index[row] = row
-    layer = part // parts
-    place = part - layer * parts
-    if place < recurrent_parts:
-        first = place * part_size
-        stop = min(first + part_size, recurrent_size)
-        permute_part_of_slots(recurrent, edits, head, tail, layer * recurrent_layer, recurrent_size, first, stop, lane, lanes)
+    sizes = (part_size, recurrent_size, recurrent_layer, recurrent_parts, conv_size, conv_layer, parts)
+    is_recurrent, base, size, first, stop = part_place(part, sizes)
+    if is_recurrent:
+        permute_part_of_slots(recurrent, edits, head, tail, base, size, first, stop, lane, lanes)
     else:
-        first = (place - recurrent_parts) * part_size
-        stop = min(first + part_size, conv_size)
-        permute_part_of_slots(conv, edits, head, tail, layer * conv_layer, conv_size, first, stop, lane, lanes)
+        permute_part_of_slots(conv, edits, head, tail, base, size, first, stop, lane, lanes)
 
 
 #: Move states that are not of whole words: `permute_states_words` in 2-byte units.
