@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from numba_kv.device import Tensor
 
-__all__ = ["PageCopy", "TorchKV", "copy_us", "is_installed"]
+__all__ = ["PageCopy", "TorchKV", "captured_us", "copy_us", "is_installed", "median_us"]
 
 
 def copy_us(nbytes: int) -> float:
@@ -24,7 +24,7 @@ def copy_us(nbytes: int) -> float:
 
     source = torch.empty(nbytes, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
-    return _median_us(lambda: target.copy_(source))
+    return median_us(lambda: target.copy_(source))
 
 
 class TorchKV:
@@ -74,15 +74,15 @@ class TorchKV:
                     self.k_out, self.v_out, pool_k, pool_v, self.slots, WIDTH=self.width, num_warps=4
                 )
 
-        return {"torch": _median_us(torch_work), "triton": _median_us(triton_work)}
+        return {"torch": median_us(torch_work), "triton": median_us(triton_work)}
 
     def write(self, tokens: int, slots: Any) -> None:
         """Enqueue the Triton write of the first `tokens` tokens."""
         pool_k, pool_v = self.halves
         self.kernels[0][(tokens,)](self.k, self.v, pool_k, pool_v, slots, WIDTH=self.width, num_warps=4)
 
-    def rotate_then_write_us(self, q: Tensor | None, table: Tensor, positions: Tensor) -> float:
-        """Return microseconds of two Triton kernels: rotate q, if given, and k (halves, in place), then write k and v.
+    def rotate_then_write(self, q: Tensor | None, table: Tensor, positions: Tensor, slots: Tensor) -> Callable[[], None]:
+        """Return what enqueues two Triton kernels: rotate q, if given, and k (halves, in place), then write k and v.
 
         Parameters
         ----------
@@ -92,36 +92,45 @@ class TorchKV:
             Cosines of all pairs, then sines.
         positions : Tensor int32 [T]
             Position of each token.
+        slots : Tensor int64 [n]
+            Of the first n tokens, which are worked on.
         """
         import torch
 
-        rows, at = torch.from_dlpack(table), torch.from_dlpack(positions)
+        rows, at, to = torch.from_dlpack(table), torch.from_dlpack(positions), torch.from_dlpack(slots)
         rotated = self.k if q is None else torch.from_dlpack(q)
-        tokens, dim = len(self.k), rows.shape[-1]
+        tokens, dim = len(to), rows.shape[-1]
         heads, query_heads = self.width // dim, 0 if q is None else rotated.shape[1]
 
         def work() -> None:
             self.kernels[2][(tokens,)](
                 rotated, self.k, rows, at, QUERY_HEADS=query_heads, HEADS=heads, HALF=dim // 2, num_warps=4
             )
-            self.write(tokens, self.slots)
+            self.write(tokens, to)
 
-        return _median_us(work)
+        return work
 
-    def decode_us(self, tokens: int, slots: Tensor, steps: int) -> float:
-        """Return microseconds of one small Triton write inside a graph of `steps`."""
+    def write_few(self, slots: Tensor) -> Callable[[], None]:
+        """Return what enqueues the Triton write of the first tokens, to `slots` int64 [n]."""
         import torch
 
         few = torch.from_dlpack(slots)
-        side = torch.cuda.Stream()
-        with torch.cuda.stream(side):
-            self.write(tokens, few)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=side):
-            for _ in range(steps):
-                self.write(tokens, few)
-        return _median_us(graph.replay, inner=1) / steps
+        return lambda: self.write(len(few), few)
+
+
+def captured_us(work: Callable[[], None], steps: int) -> float:
+    """Return microseconds of `work` inside a graph of `steps` times it."""
+    import torch
+
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        work()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=side):
+        for _ in range(steps):
+            work()
+    return median_us(graph.replay, inner=1) / steps
 
 
 class PageCopy:
@@ -160,10 +169,10 @@ class PageCopy:
 
     def times(self) -> dict[str, float]:
         """Return microseconds of each."""
-        return {"torch": _median_us(self.with_torch), "triton": _median_us(self.with_triton)}
+        return {"torch": median_us(self.with_torch), "triton": median_us(self.with_triton)}
 
 
-def _median_us(work: Callable[[], object], repeat: int = 15, inner: int = 5) -> float:
+def median_us(work: Callable[[], object], repeat: int = 15, inner: int = 5) -> float:
     """Return the median time of `work`: several between two events, the first of them behind work that is not timed."""
     import torch
 

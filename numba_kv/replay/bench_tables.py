@@ -39,7 +39,7 @@ _KV_COLUMNS = (
     ("GB/s", "gb_per_s", "bytes read once and bytes written once"),
     ("of copy", "of_copy", "speed beside a plain copy of as many bytes"),
     ("torch", "torch_us", "torch's indexing, microseconds"),
-    ("Triton", "triton_us", "a Triton kernel, microseconds; for rotate two of them, one after the other"),
+    ("Triton", "triton_us", "a Triton kernel, microseconds; for rotate two of them; copy_pages: no upload of pairs"),
     ("host", "host_us", "microseconds of the call on the host"),
     ("captured", "captured_us", "microseconds on the GPU inside a graph of 100 calls"),
     ("graph host", "captured_host_us", "microseconds on the host for one of them"),

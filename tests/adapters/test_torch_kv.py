@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -65,20 +66,44 @@ def test_page_copies_are_ours(beside: tuple[Any, kv.SharedResources, KVIO], way:
     assert all((after != old).any() for after, old in zip(wanted, before, strict=True))
 
 
-def test_the_triton_write_is_ours(beside: tuple[Any, kv.SharedResources, KVIO]) -> None:
-    torch, resources, io = beside
-    pools, device = filled(resources), resources.device
-    random = np.random.default_rng(7)
+@pytest.fixture
+def tokens(beside: tuple[Any, kv.SharedResources, KVIO]) -> tuple[Any, ...]:
+    """Return k, v and slots of a step, and a rotary table with its positions."""
+    device, random = beside[1].device, np.random.default_rng(7)
     k, v = (device.tensor((TOKENS, H, D), dtype("bfloat16")) for _ in range(2))
     for tensor in (k, v):
         tensor.fill_from(random.integers(0x3C00, 0x4000, tensor.shape, np.uint16).view(tensor.to_host().dtype))
-    slots = device.tensor((TOKENS,), dtype("int64"))
+    slots, positions = device.tensor((TOKENS,), dtype("int64")), device.tensor((TOKENS,), dtype("int32"))
     slots.fill_from(random.permutation(PAGES * P)[:TOKENS])
+    positions.fill_from(random.permutation(TOKENS).astype(np.int32))
+    table = device.tensor((1, TOKENS, D), dtype("float32"))
+    table.fill_from(random.uniform(-1, 1, table.shape).astype(np.float32))
+    return k, v, slots, positions, table
+
+
+def test_the_triton_write_is_ours(beside: tuple[Any, kv.SharedResources, KVIO], tokens: tuple[Any, ...]) -> None:
+    torch, resources, io = beside
+    k, v, slots, _, _ = tokens
+    pools = filled(resources)
     io.write_slots(1, k, v, slots)
     wanted = bits(pools[1]).copy()
     filled(resources)
-    device.stream.synchronize()
-    other = torch_kv.TorchKV(pools[1], k, v, slots)
-    other.write(TOKENS, other.slots)
+    resources.device.stream.synchronize()
+    torch_kv.TorchKV(pools[1], k, v, slots).write_few(slots)()
     torch.cuda.synchronize()
     assert (bits(pools[1]) == wanted).all()
+
+
+def test_the_triton_rotation_is_ours(beside: tuple[Any, kv.SharedResources, KVIO], tokens: tuple[Any, ...]) -> None:
+    """But for the last bit: Triton's compiler fuses products and sums."""
+    torch, resources, io = beside
+    k, v, slots, positions, table = tokens
+    pools = filled(resources)
+    step = SimpleNamespace(num_tokens=TOKENS, slot_mapping=(slots,), positions=positions)
+    io.write_rotated(1, None, k, v, step, table)
+    wanted = pools[1].to_host().astype(np.float32)
+    filled(resources)
+    resources.device.stream.synchronize()
+    torch_kv.TorchKV(pools[1], k, v, slots).rotate_then_write(None, table, positions, slots)()
+    torch.cuda.synchronize()
+    np.testing.assert_allclose(pools[1].to_host().astype(np.float32), wanted, rtol=2**-7, atol=2**-9)
