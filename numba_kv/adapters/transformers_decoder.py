@@ -9,11 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
-
+from numba_kv.adapters.frameworks import torch
 from numba_kv.adapters.transformers import PagedCache
 from numba_kv.adapters.transformers_device import follow_stream
 from numba_kv.adapters.transformers_inputs import check_ids, check_mask
+from numba_kv.device.collection import collection_paused
 from numba_kv.errors import CapacityError, InputError, ShapeError, StateError, UnsupportedModelError
 from numba_kv.geometry import check_count
 
@@ -255,7 +255,7 @@ class GreedyDecoder:
         """Capture a step; nothing runs."""
         graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(graph):
+            with collection_paused(), torch.cuda.graph(graph):
                 self._step(loop, torch.cuda.current_stream(self._positions.device), is_recorded=True)
         except RuntimeError as error:
             kind = type(self._model).__name__

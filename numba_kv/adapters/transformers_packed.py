@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-import torch
-
+from numba_kv.adapters.frameworks import torch
 from numba_kv.adapters.transformers_attention import AttentionChoice
 from numba_kv.adapters.transformers_cache import ModelCache
 from numba_kv.adapters.transformers_device import follow_stream, open_resources

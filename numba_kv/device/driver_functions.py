@@ -61,7 +61,13 @@ def driver_function(name: str) -> int:
 
 @cache
 def driver_version() -> int:
-    """Return the newest version of CUDA that the driver knows, as it counts them: 12030 for 12.3."""
+    """Return the newest version of CUDA that the driver knows, as it counts them: 12030 for 12.3.
+
+    Raises
+    ------
+    DeviceError
+        If it does not say.
+    """
     from cuda.bindings import driver
 
     return int(check_driver(driver.cuDriverGetVersion(), "version of the driver"))

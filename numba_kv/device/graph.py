@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+from numba_kv.device.collection import collection_paused
 from numba_kv.device.stream import CudaStream, Stream
 from numba_kv.errors import StateError
 
@@ -63,15 +63,16 @@ def _nothing(stream: Stream) -> None:
 
 
 class CudaGraph(Graph):
-    """Graph of the `cuda` target, captured through cuda.core."""
+    """Graph of the `cuda` target, captured through cuda.core.
+
+    Garbage is not collected meanwhile; `work` must not drop device memory itself, which would end the capture.
+    """
 
     def __init__(self, device: CudaDevice, work: Callable[[Stream], None]) -> None:
         self._device = device
-        with device.active():
+        with device.active(), collection_paused():
             builder = device.native.create_graph_builder()
             builder.begin_building("thread_local")
-            collects = gc.isenabled()
-            gc.disable()  # memory that garbage gives back meanwhile would end the capture
             try:
                 work(CudaStream(builder.stream, device, owns=False, owner=builder))
             except BaseException:
@@ -79,9 +80,6 @@ class CudaGraph(Graph):
                     builder.end_building()
                 builder.close()
                 raise
-            finally:
-                if collects:
-                    gc.enable()
             self._graph: Any = builder.end_building().complete()
             builder.close()
 

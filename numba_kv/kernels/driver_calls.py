@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from numba_kv.device.driver_functions import driver_function, status_name
-from numba_kv.errors import DeviceError
+from numba_kv.errors import DeviceError, InvariantError
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -28,7 +28,7 @@ CALL_WORDS = 12
 
 
 class OwnWord(int):
-    """Stands, among a call's parameters, for the address of a word of the call, counted as `DriverCalls.words` are."""
+    """Stands, among a call's parameters, for the address of a word of the same call; word 1 is its first parameter."""
 
 
 class DriverCalls:
@@ -55,6 +55,8 @@ class DriverCalls:
         self._address = self._table.ctypes.data
         for c, (name, *parameters) in enumerate(calls):
             begin = self._address + 8 * CALL_WORDS * c
+            if any(isinstance(p, OwnWord) and not 0 <= p < CALL_WORDS for p in parameters):
+                raise InvariantError(f"{name}: a call has words 0..{CALL_WORDS - 1}")
             row = [driver_function(name), *(begin + 8 * p if isinstance(p, OwnWord) else p for p in parameters)]
             self._table[c * CALL_WORDS : c * CALL_WORDS + len(row)] = np.array(row, np.uint64).view(np.int64)
         self.words = self._table.data

@@ -33,6 +33,7 @@ from numba_kv.device.device import Device
 from numba_kv.device.tensor import Tensor
 from numba_kv.dtypes import dtype
 from numba_kv.errors import InputError, InvariantError
+from numba_kv.kernels.launch_words import FOLLOWED
 from numba_kv.kernels.routines import module_function, routines_of
 from numba_kv.kernels.spec import Argument
 
@@ -69,8 +70,8 @@ class Kernel:
         Whether an item is a block whose lanes share it.
     open : frozenset of str
         Scalars that have to be fixed before it can be bound.
-    keeps_next : bool
-        Whether blocks of the next kernel start when those of this one end, and not before; see `launch_words`.
+    followed : str
+        When blocks of the next kernel may start on `cuda`; see `launch_words`.
     """
 
     def __init__(
@@ -79,9 +80,9 @@ class Kernel:
         arguments: dict[str, Argument],
         block_form: bool,
         open_scalars: Iterable[str] = (),
-        keeps_next: bool = False,
+        followed: str = "done",
     ) -> None:
-        self.keeps_next = keeps_next
+        self.followed = followed
         self.function = module_function(function)
         self.name = self.function.__name__
         self.arguments = arguments
@@ -108,7 +109,7 @@ class Kernel:
         key = tuple(None if (value := values.get(name)) is None else index(value) for name in self.arguments)
         if key not in self._variants:
             arguments = {n: a.fixed(values[n]) if n in values else a for n, a in self.arguments.items()}
-            made = Kernel(self.function, arguments, self.block_form, keeps_next=self.keeps_next)
+            made = Kernel(self.function, arguments, self.block_form, followed=self.followed)
             words = [str(index(values[n])) for n in self.arguments if n in self.open]
             if len(words) < len(values):  # the others can be many: a name is that of a file, too
                 words.append(blake2b(repr(key).encode(), digest_size=6).hexdigest())
@@ -128,7 +129,7 @@ class Kernel:
             if each not in self.arguments or self.arguments[each].dtype is None:
                 raise InputError(f"kernel {self.name}: {each!r} is not one of its arrays")
         arguments = {n: a if n not in kinds else replace(a, dtype=dtype(kinds[n])) for n, a in self.arguments.items()}
-        made = Kernel(self.function, arguments, self.block_form, self.open, self.keeps_next)
+        made = Kernel(self.function, arguments, self.block_form, self.open, self.followed)
         made.name = name
         return _registered(made)
 
@@ -354,12 +355,22 @@ def _registered(made: Kernel) -> Kernel:
 
 
 def kernel(
-    *, block_form: bool = False, open_scalars: Iterable[str] = (), keeps_next: bool = False, **arguments: Argument
+    *, block_form: bool = False, open_scalars: Iterable[str] = (), followed: str = "done", **arguments: Argument
 ) -> Callable[[Callable[..., None]], Kernel]:
-    """Declare a kernel; see the module docstring. One with open scalars is a pattern, see `Kernel.fixed`."""
+    """Declare a kernel; see the module docstring. One with open scalars is a pattern, see `Kernel.fixed`.
+
+    `followed` says when the next kernel's blocks may start on a GPU, see `launch_words`.
+
+    Raises
+    ------
+    InputError
+        If `followed` is none of its words, or names and declarations differ.
+    """
+    if followed not in FOLLOWED:
+        raise InputError(f"followed: {followed!r} is not one of {', '.join(FOLLOWED)}")
 
     def decorate(function: Callable[..., None]) -> Kernel:
-        return _registered(Kernel(function, arguments, block_form, open_scalars, keeps_next))
+        return _registered(Kernel(function, arguments, block_form, open_scalars, followed))
 
     return decorate
 

@@ -45,6 +45,7 @@ def changed(raw, kind, new_kind, factors, place):
 
 @kernel(
     block_form=True,
+    followed="early",
     open_scalars=("write", "kind", "pool_kind", "has_heads", "has_span"),
     pool=memory("uint8"),
     k=memory("uint8"),

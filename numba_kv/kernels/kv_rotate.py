@@ -198,7 +198,7 @@ def lone_unit(memory, at, head, token, slots, num_slots, pool_place, rows, runs,
 
 @kernel(
     block_form=True,
-    keeps_next=True,  # beside its own blocks, which nearly fill a GPU, those of the next would lie unevenly
+    followed="late",  # beside its own blocks, which nearly fill a GPU, those of the next would lie unevenly
     open_scalars=("kind", "pool_kind", "weight_kind", "interleaved", "wide", "single", "parts"),
     q=memory("uint8"),
     k=memory("uint8"),

@@ -25,6 +25,7 @@ def slot_offset(slot, shift, page_stride, token_stride):
 
 @kernel(
     block_form=True,
+    followed="early",
     pool=array("uint64"),
     k=array("uint64"),
     v=array("uint64"),
@@ -78,6 +79,7 @@ def write_kv_words(
 
 @kernel(
     block_form=True,
+    followed="early",
     pool8=array("uint8"),
     pool16=array("uint16"),
     pool32=array("uint32"),

@@ -1,38 +1,47 @@
-"""A kernel launch as words for `DriverCalls`, and whether it may overlap the kernel before it.
+"""A kernel launch as words for `DriverCalls`, and whether its blocks may start before the kernel in front is done.
 
 A launch has a start of its own, of up to half a microsecond, in which nothing of it runs. Where the GPU can, blocks of a kernel
-are started while the one before still runs, if that lets them; they wait, before they touch any memory, until it is done and
-its stores are visible. So kernels see what they would see one after the other, and all other work sees them so, too.
+are there before the one in front is done; in their first instruction they wait until it is, and its stores are visible. So our
+kernels see what they would see one after the other.
+
+When the *next* kernel's blocks may come is what a kernel says with ``followed``:
+
+    "done"   when this one is done, as behind any kernel; what other libraries launch sees nothing new
+    "early"  as soon as this one's own wait is over: for kernels that leave a GPU room
+    "late"   when blocks of this one end
+
+Kernels of other libraries that are launched to overlap may read what describes their work (lengths, page lists) before they
+wait. So a kernel that writes such things is "done"; the others write K and V alone, which nobody reads before the wait.
 """
 
 from __future__ import annotations
 
-from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from numba_kv.device.driver_functions import driver_version
 from numba_kv.kernels.driver_calls import OwnWord
 
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
+__all__ = ["FOLLOWED", "GRID", "GRID_REST", "STREAM", "can_overlap", "launch_words"]
 
-__all__ = ["GRID", "GRID_REST", "STREAM", "launch_words", "overlaps"]
-
+#: When the next kernel's blocks may start.
+FOLLOWED = ("done", "early", "late")
 #: Words of the call that differ from one time to the next: blocks, together with `GRID_REST`, and the stream.
 GRID, STREAM = 5, 9
 #: The grid's second extent, in the word of the first.
 GRID_REST = 1 << 32
-#: Compute capability from which on kernels wait for their predecessors themselves.
+#: Compute capability from which on kernels wait for the one in front themselves.
 _OVERLAPS = (9, 0)
 #: Version of the driver from which on a graph keeps such a launch.
 _DRIVER = 12030
-_PROGRAMMATIC_STREAM_SERIALIZATION = 6
+#: The driver's CUlaunchAttribute: its kind, programmatic stream serialization, and 64 bytes for its value, which is true.
+_ATTRIBUTE = np.array([6, 1, *[0] * 7], np.uint64)
+_ATTRIBUTE.flags.writeable = False
 
 
-def overlaps(compute_capability: tuple[int, int]) -> bool:
-    """Return whether kernels that are compiled for a GPU wait for their predecessors themselves."""
+def can_overlap(compute_capability: tuple[int, int]) -> bool:
+    """Return whether kernels that are compiled for a GPU wait for the kernel in front themselves."""
     return compute_capability >= _OVERLAPS
 
 
@@ -49,21 +58,18 @@ def launch_words(function: int, threads: int, parameters: int, compute_capabilit
         Address of the parameters' addresses.
     compute_capability : tuple of int
         What the function is compiled for.
+
+    Returns
+    -------
+    tuple
+        Name and words. Before each call `GRID` is set to the blocks together with `GRID_REST`, and `STREAM` to the stream.
+
+    Raises
+    ------
+    DeviceError
+        If the driver does not tell its version.
     """
-    attributes = _attributes()
-    count = len(attributes) // _ATTRIBUTE_WORDS if overlaps(compute_capability) and driver_version() >= _DRIVER else 0
+    count = int(can_overlap(compute_capability) and driver_version() >= _DRIVER)
     # The driver's CUlaunchConfig: extents of the grid, of a block, shared bytes, stream, attributes and their number.
-    config = (GRID_REST, 1 | threads << 32, 1 | 1 << 32, 0, 0, attributes.ctypes.data, count)
+    config = (GRID_REST, 1 | threads << 32, 1 | 1 << 32, 0, 0, _ATTRIBUTE.ctypes.data, count)
     return "cuLaunchKernelEx", OwnWord(GRID), function, parameters, 0, *config
-
-
-#: Words of an attribute: its kind, and 64 bytes for its value.
-_ATTRIBUTE_WORDS = 9
-
-
-@cache
-def _attributes() -> NDArray[np.uint64]:
-    """Return the attributes of a launch that may start early, for the process's life."""
-    found = np.zeros(_ATTRIBUTE_WORDS, np.uint64)
-    found[:2] = _PROGRAMMATIC_STREAM_SERIALIZATION, 1
-    return found

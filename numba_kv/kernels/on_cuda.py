@@ -13,7 +13,7 @@ from numba_kv.device.module import Function, ptx_to_cubin
 from numba_kv.errors import DeviceError, InvariantError
 from numba_kv.kernels.driver_calls import DriverCalls
 from numba_kv.kernels.gpu_intrinsics import grid_control
-from numba_kv.kernels.launch_words import GRID, GRID_REST, STREAM, launch_words, overlaps
+from numba_kv.kernels.launch_words import GRID, GRID_REST, STREAM, can_overlap, launch_words
 from numba_kv.kernels.numba_targets import array_from_address, compile_to_ptx, cuda_device_function
 from numba_kv.kernels.routines import specialise
 from numba_kv.kernels.source import array_kinds, build_key, call_arguments, product_name, unpack_lines
@@ -53,8 +53,9 @@ def _entry(kernel: Kernel, compute_capability: tuple[int, int]) -> Any:
     from numba import cuda
 
     begin, end = "pass", "pass"
-    if overlaps(compute_capability):
-        begin, end = ("_wait()", "_start_next()") if kernel.keeps_next else ("_wait(); _start_next()", "pass")
+    if can_overlap(compute_capability):
+        begin = "_wait(); _start_next()" if kernel.followed == "early" else "_wait()"
+        end = "_start_next()" if kernel.followed == "late" else "pass"
     text = (_BLOCK_ENTRY if kernel.block_form else _THREAD_ENTRY).format(
         parameters=", ".join(f"w{i}" for i in range(kernel.num_words)),
         unpack=("\n    " if kernel.block_form else "\n        ").join(unpack_lines(kernel, "w{i}")),

@@ -65,7 +65,7 @@ def product_name(kernel: Kernel) -> str:
     """Return a name for products of `kernel`: its own and a hash of what it depends on beside the build key."""
     digest = hashlib.blake2b(digest_size=8)
     declared = [(name, a.storage_name, a.ndim, a.has_extent, a.value) for name, a in kernel.arguments.items()]
-    form = (kernel.function.__module__, kernel.function.__qualname__, kernel.block_form, kernel.keeps_next, declared)
+    form = (kernel.function.__module__, kernel.function.__qualname__, kernel.block_form, kernel.followed, declared)
     digest.update(repr(form).encode())
     for function in kernel.functions:
         code = function.__code__

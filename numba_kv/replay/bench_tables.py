@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Group, RenderableType
-from rich.table import Table
+
+from numba_kv.replay.figure_table import FigureTable
 
 __all__ = ["bench_table"]
 
@@ -90,40 +91,37 @@ _LOAD_COLUMNS = (
     ("staging", "staging_nbytes", "page-locked bytes of the loads"),
 )
 Columns = tuple[tuple[str, str, str], ...]
-#: Title, columns, and key of the points.
-_SWEEPS: Mapping[str, tuple[str, Columns, str]] = {
-    "step": ("step: bookkeeping of a decode step, median microseconds", _STEP_COLUMNS, "points"),
-    "reuse": ("reuse: prefix hits, lower quartile of microseconds", _REUSE_COLUMNS, "points"),
-    "kv": ("kv: K and V into pages and out of them", _KV_COLUMNS, "points"),
-    "load": ("load: weights onto the device", _LOAD_COLUMNS, "checkpoints"),
-    "host": ("host: pages to page-locked memory and back", _HOST_COLUMNS, "points"),
-    "spec": ("spec: speculative rounds, and commits of accepted states", _SPEC_COLUMNS, "points"),
+#: Title, columns, how many of them say what a point is, and key of the points.
+_SWEEPS: Mapping[str, tuple[str, Columns, int, str]] = {
+    "step": ("step: bookkeeping of a decode step, median microseconds", _STEP_COLUMNS, 4, "points"),
+    "reuse": ("reuse: prefix hits, lower quartile of microseconds", _REUSE_COLUMNS, 1, "points"),
+    "kv": ("kv: K and V into pages and out of them", _KV_COLUMNS, 4, "points"),
+    "load": ("load: weights onto the device", _LOAD_COLUMNS, 1, "checkpoints"),
+    "host": ("host: pages to page-locked memory and back", _HOST_COLUMNS, 2, "points"),
+    "spec": ("spec: speculative rounds, and commits of accepted states", _SPEC_COLUMNS, 2, "points"),
 }
 
 
 def bench_table(figures: Mapping[str, Mapping[str, object]]) -> RenderableType:
     """Return the figures: points of a sweep as a table of their own, all else one line each, nested ones with their path."""
-    table = _table("Measured on this machine")
-    for name in ("measure", "figure", "value"):
-        table.add_column(name, overflow="fold")
+    table = FigureTable("Measured on this machine", "measure", "figure", "value", words=3)
     sweeps: list[RenderableType] = []
     for measure, found in figures.items():
         rest = dict(found)
         if measure in _SWEEPS:
-            title, columns, key = _SWEEPS[measure]
+            title, columns, words, key = _SWEEPS[measure]
             points: Any = rest.pop(key, ())
-            sweeps += _sweep(title, columns, points) if points else []
+            sweeps += _sweep(title, columns, words, points) if points else []
         for i, (path, value) in enumerate(_flat(rest)):
             table.add_row(measure if i == 0 else "", path, _shown(path, value, rest))
         table.add_section()
     return Group(*([table] if table.row_count else []), *sweeps)
 
 
-def _sweep(title: str, all_columns: Columns, points: Sequence[Mapping[str, Any]]) -> list[RenderableType]:
-    table = _table(title)
-    columns = [column for column in all_columns if any(point.get(column[1]) is not None for point in points)]
-    for head, _, _ in columns:
-        table.add_column(head, justify="right", overflow="fold")
+def _sweep(title: str, all_columns: Columns, words: int, points: Sequence[Mapping[str, Any]]) -> list[RenderableType]:
+    is_shown = [any(point.get(key) is not None for point in points) for _, key, _ in all_columns]
+    columns = [column for column, shown in zip(all_columns, is_shown, strict=True) if shown]
+    table = FigureTable(title, *(head for head, _, _ in columns), words=sum(is_shown[:words]))
     for point in points:
         table.add_row(*(_cell(point.get(key)) for _, key, _ in columns))
     return [table, "\n".join(f"{head}: {meaning}" for head, _, meaning in columns)]
@@ -137,16 +135,12 @@ def _cell(value: object) -> str:
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 
-def _table(title: str) -> Table:
-    return Table(title=title, title_justify="left", header_style="bold")
-
-
 def _shown(path: str, value: object, beside: Mapping[str, object]) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if path == "import_ms" and beside.get("is_within_noise"):
         return f"{value} (within noise)"
-    return f"{value:,}" if isinstance(value, int) else str(value)
+    return f"{value:,}" if isinstance(value, int | float) else str(value)
 
 
 def _flat(found: Mapping[str, object], prefix: str = "") -> list[tuple[str, object]]:

@@ -95,8 +95,8 @@ class ReplayFigures:
         Host time of the batch's step: all steps, and steady ones.
     wall_s : float
         From the first admission to the last audit.
-    plan_bytes : int
-        Device memory of the plan.
+    plan_bytes, state_bytes : int
+        Device memory of the plan, and the part of it for states of recurrent layers; with a draft of both models.
     groups : tuple of GroupFigures
         One per window group that has layers.
     reuse : mapping or None
@@ -129,6 +129,7 @@ class ReplayFigures:
     host_steady: Latency
     wall_s: float
     plan_bytes: int
+    state_bytes: int
     groups: tuple[GroupFigures, ...]
     reuse: Mapping[str, Any] | None = None
     speculation: Mapping[str, Any] | None = None
@@ -165,6 +166,7 @@ class ReplayFigures:
             "us_per_steady_step": asdict(self.host_steady),
             "wall_s": round(self.wall_s, 3),
             "plan_bytes": self.plan_bytes,
+            "state_bytes": self.state_bytes,
             **({} if self.reuse is None else {"reuse": dict(self.reuse)}),
             **({} if self.speculation is None else {"speculation": dict(self.speculation)}),
         }

@@ -137,6 +137,7 @@ class _Run:
         self._pair = pair
         self._plan = plan
         self._plan_nbytes = sum(each.nbytes for each in resources.plans)
+        self._state_nbytes = sum(each.state_nbytes for each in resources.plans)
         self._target = resources.device.target
         self._batch = batch
         self._trace = trace
@@ -240,6 +241,7 @@ class _Run:
             host_steady=Latency.of(self._steady_ns),
             wall_s=self._wall_s,
             plan_bytes=self._plan_nbytes,
+            state_bytes=self._state_nbytes,
             groups=tuple(
                 GroupFigures(
                     index=g.index,

@@ -9,11 +9,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from rich.console import Group, JustifyMethod, RenderableType
-from rich.table import Table
+from rich.console import Group, RenderableType
 
 from numba_kv.config.state_layout import state_plans
 from numba_kv.plan import PARTS, MemoryPlan
+from numba_kv.replay.figure_table import FigureTable
 from numba_kv.replay.figures import Latency, ReplayFigures
 from numba_kv.replay.sizes import format_bytes
 
@@ -29,20 +29,6 @@ class Budget:
 
     nbytes: int
     most_rows: int
-
-
-def _table(title: str, *columns: str, text: int = 1) -> Table:
-    """Return an empty table; the first `text` columns are words, the others numbers, which stay in one line.
-
-    A head has a line break where there is little room.
-    """
-    table = Table(title=title, title_justify="left", header_style="bold")
-    for i, column in enumerate(columns):
-        is_number = i >= text
-        least = max(map(len, column.split()), default=None)
-        justify: JustifyMethod = "right" if is_number else "left"
-        table.add_column(column, justify=justify, no_wrap=is_number, min_width=least, overflow="fold")
-    return table
 
 
 def plan_json(plan: MemoryPlan, budget: Budget | None, name: str) -> dict[str, object]:
@@ -92,14 +78,16 @@ def plan_table(plan: MemoryPlan, budget: Budget | None, name: str, notes: Iterab
     """Return the tables of a plan: one row per window group that has layers, then notes and the sums."""
     config = plan.config
     rows, capacity = config.max_batch_size, config.max_kv_cache_capacity
-    columns = ("group", "heads x dim", "layers", "ring\nR", "pages\nN", "page", "pool")
-    groups = _table(f"KV caches of {name}: {rows:,} rows of {capacity:,} tokens", *columns, text=2)
+    columns = ("group", "heads x dim", "layers", "ring R", "pages N", "page", "pool")
+    title = f"KV caches of {name}: {rows:,} rows of {capacity:,} tokens"
+    groups, borrows = FigureTable(title, *columns, words=2), False
     for g in plan.groups:
         if g.is_empty:
             continue
         shapes = ", ".join(f"{s.num_kv_heads}x{s.head_dim}" for s in g.slabs) or "-"
         borrowed = len(g.layers) - sum(len(s.layers) for s in g.slabs)
         layers = f"{len(g.layers)}\n{borrowed} borrow" if borrowed else str(len(g.layers))
+        borrows = borrows or borrowed > 0
         ring = str(g.ring) if g.ring else "-"
         groups.add_row(
             f"{g.index}: {g.window}",
@@ -110,32 +98,37 @@ def plan_table(plan: MemoryPlan, budget: Budget | None, name: str, notes: Iterab
             format_bytes(g.page_nbytes),
             format_bytes(g.nbytes),
         )
-    sums = _table("", "total", "", text=1)
+    sums = FigureTable("", "total", "")
     sums.show_header = False
-    label, value = sums.columns
-    label.no_wrap, value.no_wrap = False, True  # where there is little room
     for part, words in PARTS.items():
         if part in plan.parts:
             sums.add_row(words, format_bytes(plan.parts[part]))
     sums.add_row("everything", f"{format_bytes(plan.nbytes)} ({plan.nbytes:,} B)")
     if budget:
         sums.add_row("left of the budget", format_bytes(budget.nbytes - plan.nbytes))
-    together = "all" if plan.max_sequences == rows else f"{plan.max_sequences:,}"
-    sums.add_row(f"of the {rows:,} rows planned, at full capacity at once", together)
-    sums.add_row("tokens that all rows hold at once", f"{plan.max_tokens:,}")
+    if groups.row_count:
+        if plan.max_sequences < rows:
+            sums.add_row(f"of the {rows:,} rows planned, at full capacity at once", f"{plan.max_sequences:,}")
+        sums.add_row("tokens that all rows hold at once", f"{plan.max_tokens:,}")
     if budget:
-        sums.add_row("largest --batch with all rows at full capacity", f"{budget.most_rows:,}")
-    pages = f"pages of {config.page_tokens} tokens, {config.kv_cache_dtype}; N counts the null and the trash page"
-    parts: list[RenderableType] = [groups, pages] if groups.row_count else [groups.title or ""]
+        sums.add_row("largest --batch that has all its rows at full capacity", f"{budget.most_rows:,}")
+    parts: list[RenderableType] = [groups] if groups.row_count else [title]
+    if borrows:
+        parts.append("borrow: so many of these layers read K and V of another layer and have no pages of their own")
+    if groups.row_count:
+        parts.append(f"pages of {config.page_tokens} tokens, {config.kv_cache_dtype}; N counts the null and the trash page")
+        steps = "steps of up to so many tokens a row read every key from pages, and can be rewound"
+        parts.append(f"C = {config.max_step_tokens} (--max-step-tokens): {steps}")
     if config.num_recurrent_layers:
         parts.append(_states(config))
-    return Group(*parts, f"C = {config.max_step_tokens}: tokens of a row in a step, at most", *notes, sums)
+    return Group(*parts, *notes, sums)
 
 
-def _states(config: LLMEngineConfig) -> Table:
+def _states(config: LLMEngineConfig) -> FigureTable:
     """Return the table of what recurrent layers keep of each row."""
-    title = f"States of {config.num_recurrent_layers} recurrent layers"
-    table = _table(title, "state", "of a row, in each layer", "of a row", "of all rows", text=2)
+    layers = config.num_recurrent_layers
+    title = f"States of {layers} recurrent layer{'s' if layers > 1 else ''}"
+    table = FigureTable(title, "state", "of a row, in each layer", "of a row", "of all rows", words=2)
     for state in state_plans(config):
         shape = " x ".join(f"{n:,}" for n in state.shape[2:])
         of_row = format_bytes(state.nbytes // config.max_batch_size)
@@ -178,7 +171,8 @@ def figure_rows(figures: ReplayFigures) -> list[tuple[str, str]]:
     if f.host_steady.count:
         rows.append(("of a steady step", _latency(f.host_steady)))
     rows.append(("wall time", f"{f.wall_s:.1f} s"))
-    rows.append(("planned memory", format_bytes(f.plan_bytes)))
+    of_states = f", {format_bytes(f.state_bytes)} of it states of recurrent layers" if f.state_bytes else ""
+    rows.append(("planned memory", format_bytes(f.plan_bytes) + of_states))
     return rows
 
 
@@ -226,12 +220,14 @@ def _was_audited_on_the_way(figures: ReplayFigures) -> bool:
 
 def replay_table(figures: ReplayFigures, notes: Iterable[str] = ()) -> RenderableType:
     """Return the tables of a replay: the figures, then pages of each group against their bound, then notes."""
-    numbers = _table(f"Replay on the caches of {figures.config}", "figure", "value", text=2)
+    numbers = FigureTable(f"Replay on the caches of {figures.config}", "figure", "value", words=2)
     numbers.show_header = False
     for name, value in figure_rows(figures):
         numbers.add_row(name, value)
     heads, *rows = group_rows(figures)
-    groups = _table("Pages", *(head.replace(" ", "\n") for head in heads), text=1)
+    if not rows:
+        return Group(numbers, "No layer keeps keys and values, so there are no pages.", *notes)
+    groups = FigureTable("Pages", *heads)
     for row in rows:
         groups.add_row(*row)
     return Group(numbers, groups, *group_notes(figures), *notes)

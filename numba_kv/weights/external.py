@@ -28,11 +28,12 @@ __all__ = ["ExternalWeightManager", "TensorTable", "arena_nbytes", "bindings_of"
 
 #: Every weight starts at a multiple of this.
 _ALIGNMENT = 256
-#: What the call that wants a state says where it is another one.
-_FIRST = {
-    "constructed": "load() is called once, before all others",
-    "loaded": "validate() is called once, between load() and register()",
-    "validated": "register() comes behind load() and validate()",
+#: What a call says in a state that it does not want.
+_NEXT = {
+    "constructed": "load() comes first",
+    "loaded": "they are loaded once; validate() comes next",
+    "validated": "load(inputs=) or validate() did that, once; register() comes next",
+    "closed": "nothing follows; other resources have weights of their own",
 }
 
 
@@ -281,7 +282,7 @@ class ExternalWeightManager:
 
     def _want(self, state: str) -> None:
         if self._state != state:
-            raise StateError(f"external weights are {self._state}; {_FIRST[state]}")
+            raise StateError(f"external weights are {self._state}; {_NEXT[self._state]}")
 
     def __enter__(self) -> ExternalWeightManager:
         if self._state == "closed":

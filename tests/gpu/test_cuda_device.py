@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Iterator
 
 import numpy as np
@@ -57,26 +58,45 @@ def test_at_the_limit_staging_waits(device: Device) -> None:
     busy[0].to_host()
 
 
-def test_garbage_that_holds_memory_does_not_end_a_capture(device: Device) -> None:
-    to = device.tensor((4,), INT32)
+class Garbage:
+    """A cycle that holds device memory: nothing but the collector gives it back."""
+
+    def __init__(self, device: Device) -> None:
+        self.tensor = device.tensor((1 << 20,), INT32)
+        self.itself = self
+
+
+@pytest.mark.parametrize("asks", [False, True], ids=["by itself", "asked for"])
+def test_garbage_waits_for_the_end_of_a_capture(device: Device, asks: bool) -> None:
+    """A collection would give its memory back and end the capture; one that the work asks for does."""
+    to, alive = device.tensor((4,), INT32), []
     before = gc.get_threshold()
+    held = [Garbage(device)]
+    seen = weakref.ref(held[0])
 
     def work(stream: Stream) -> None:
-        held: list[object] = [device.tensor((1 << 20,), INT32)] if not stream.is_capturing else []
-        held.append(held)
-        for _ in range(100):
-            device.fill(to, 5, stream)
-            held = [held]  # new objects, on which the collector starts
+        device.fill(to, 5, stream)
+        held.clear()
+        kept = [[i] for i in range(5000)]  # new objects, on which the collector starts
+        if asks:
+            gc.collect()
+        alive.append(seen() is not None and len(kept) == 5000)
+        device.fill(to, 5, stream)
 
-    work(device.stream)
     gc.set_threshold(1)
     try:
-        graph = device.capture(work)
+        if asks:
+            with pytest.raises(Exception, match="CAPTURE"):
+                device.capture(work)
+        else:
+            device.capture(work).launch(device.stream)
+            assert to.to_host().tolist() == [5] * 4
+            gc.collect()
+            assert seen() is None
     finally:
         gc.set_threshold(*before)
+    assert alive == [not asks]
     assert gc.isenabled()
-    graph.launch(device.stream)
-    assert to.to_host().tolist() == [5] * 4
 
 
 def test_another_stream_waits_for_an_event(device: Device) -> None:

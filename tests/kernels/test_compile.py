@@ -29,7 +29,7 @@ from numba_kv.kernels.kv_move import move_kv  # noqa: E402
 from numba_kv.kernels.kv_rotate import NO_NORM, rotate_kv  # noqa: E402
 from numba_kv.kernels.on_cuda import _check_parameters, compile_ptx, entry_name  # noqa: E402
 from numba_kv.kernels.wide_rows import RAW  # noqa: E402
-from tests.helpers.machine_code import accesses  # noqa: E402
+from tests.helpers.machine_code import MEMORY_OPERATIONS, WAIT, accesses, operations  # noqa: E402
 
 
 def rotation(
@@ -150,19 +150,23 @@ def test_memory_is_reached_through_the_global_space(name: str, architecture: tup
 
 @for_each
 def test_no_memory_is_touched_before_the_kernel_in_front_is_done(name: str, architecture: tuple[int, int]) -> None:
+    """Also not through ``.nc``, which promises that nobody writes the memory meanwhile: its loads could go anywhere."""
     body = ptx_of(name, architecture).partition("{")[2]
     wait, start = "griddepcontrol.wait;", "griddepcontrol.launch_dependents;"
+    assert ".nc." not in body
     if architecture < (9, 0):
         assert "griddepcontrol" not in body
         return
-    before, found, behind = body.partition(wait)
-    assert found
-    assert wait not in behind
-    assert not re.findall(r"\b(?:ld|st|atom|red)\.global", before)
+    before, _, behind = body.partition(wait)
+    assert (body.count(wait), start in before) == (1, False)
+    assert not re.findall(r"\b(?:ld|st|atom|red|cp)\.(?!param)", before)
     assert not re.findall(r"\bbra\b", before), "some threads would not wait"
-    assert body.count(start) >= 1
-    assert start not in before
-    assert (start in behind.partition("bra")[0]) != KERNELS[name].keeps_next
+    assert body.count(start) == (KERNELS[name].followed != "done")
+    assert (start in behind.partition("bra")[0]) == (KERNELS[name].followed == "early")
+    done = operations(assembled(name, architecture)[0])
+    assert done.count(WAIT) == 1
+    assert not MEMORY_OPERATIONS & set(done[: done.index(WAIT)])
+    assert MEMORY_OPERATIONS & set(done)
 
 
 @for_each

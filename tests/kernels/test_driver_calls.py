@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from numba_kv.errors import DeviceError
+from numba_kv.errors import DeviceError, InvariantError
 from numba_kv.kernels import driver_calls, launch_words, on_cuda
 from numba_kv.kernels.driver_calls import CALL_WORDS, DriverCalls, OwnWord
 
@@ -59,6 +59,8 @@ def test_a_parameter_can_be_the_address_of_a_word_of_its_call(functions: dict[st
     calls = DriverCalls(("cuFirst",), ("cuSecond", OwnWord(3), 0, 700))
     with pytest.raises(DeviceError, match="cuSecond: the driver reports CUDA_ERROR_ILLEGAL_ADDRESS"):
         calls()
+    with pytest.raises(InvariantError, match=r"cuFirst: a call has words 0\.\.11"):
+        DriverCalls(("cuFirst", OwnWord(12)))
 
 
 def test_a_launch_has_the_layout_of_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -113,6 +113,17 @@ def test_cuda_packages_are_left_out_on_a_mac(project: dict) -> None:
     assert all(line.endswith("; sys_platform != 'darwin'") for line in cuda)
 
 
+def test_the_tools_name_the_versions_of_the_frameworks(project: dict) -> None:
+    sys.path.insert(0, str(ROOT / "tools"))
+    try:
+        import _environment
+    finally:
+        sys.path.pop(0)
+    pinned = [line for line in project["optional-dependencies"]["frameworks"] if not line.startswith("numba-kv")]
+    assert sorted(_environment.FRAMEWORKS.values()) == sorted(pinned)
+    assert tuple(_environment.FRAMEWORKS) == _environment.MODULES["frameworks"]
+
+
 def test_the_base_has_no_framework(project: dict) -> None:
     numeric, cuda = {"numba", "numpy", "ml_dtypes", "safetensors", "rich"}, {"numba-cuda", "cuda-python", "cuda-core"}
     assert pypi_packages(project, ()).keys() == numeric | cuda

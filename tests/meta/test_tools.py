@@ -224,10 +224,42 @@ def test_the_test_tool_explains_itself() -> None:
 def test_real_models_are_a_run_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "tools"))
     tool = loaded("test")
-    options = argparse.Namespace(fast=False, gpu=False, models=True)
+    options = argparse.Namespace(fast=False, gpu=False, models=True, frameworks=False)
     ((_, command, extra),) = tool.plan("python", options, ["-k", "padded"])
     assert command[3:] == ["-v", "-m", "model", "tests/adapters", "-k", "padded"]
     assert extra["NUMBA_KV_TARGET"] == "cpu"
+
+
+@pytest.mark.parametrize(("frameworks", "switch"), [(True, "1"), (False, None)])
+def test_promised_frameworks_have_to_be_there(monkeypatch: pytest.MonkeyPatch, frameworks: bool, switch: str | None) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    options = argparse.Namespace(fast=False, gpu=False, models=False, frameworks=frameworks)
+    steps = {name: extra for name, _, extra in loaded("test").plan("python", options, [])}
+    assert steps["pytest on cpu"].get("NUMBA_KV_FRAMEWORKS") == switch
+    assert "NUMBA_KV_FRAMEWORKS" not in steps["pytest in the simulator"]
+
+
+def test_extras_of_each_kind_of_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    tool, wanted = loaded("test"), []
+    monkeypatch.setattr(tool._environment, "prepare", lambda extras: wanted.append(extras) or "python")
+    monkeypatch.setattr(tool, "run_all", lambda steps: 0)
+    for option in ([], ["--frameworks"], ["--models"]):
+        monkeypatch.setattr(sys, "argv", ["tools/test", *option])
+        assert tool.main() == 0
+    assert wanted == [("test",), ("test", "frameworks"), ("test", "models")]
+
+
+def test_ci_runs_the_frameworks() -> None:
+    last = (ROOT / ".ci" / "run").read_text().splitlines()[-1]
+    assert last == 'exec python3 tools/test --frameworks "$@"'
+
+
+def test_missing_frameworks_are_named_with_their_versions(environment: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(environment.MODULES, "frameworks", ("json", "torch_of_nobody"))
+    monkeypatch.setitem(environment.FRAMEWORKS, "torch_of_nobody", "torch_of_nobody==1.2")
+    with pytest.raises(environment.SetupError, match=r"`pip install torch_of_nobody==1\.2` brings"):
+        environment._check_modules(sys.executable, ("frameworks",))
 
 
 CHECKPOINT = "tests/adapters/test_transformers_checkpoint.py"
