@@ -20,6 +20,7 @@ CHUNK, NEW_TOKENS = 32, 20
 if len(sys.argv) > 1:
     model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.bfloat16)
 else:
+    torch.manual_seed(0)
     config = Gemma3TextConfig(hidden_size=64, num_hidden_layers=6, intermediate_size=128, vocab_size=256, sliding_window=32)
     model = AutoModelForCausalLM.from_config(config).eval()
 
@@ -38,7 +39,8 @@ with torch.no_grad(), PackedCache.for_model(model, max_batch=3, max_tokens=256) 
             if sequence.length == len(ids):  # all of it is stored: the last token's logits choose the next
                 ids.append(int(logits[0, sequence.row].argmax()))
             if len(ids) == ends[sequence]:
-                print(ids[-NEW_TOKENS:])
+                own = model.generate(torch.tensor([ids[:-NEW_TOKENS]]), max_new_tokens=NEW_TOKENS, do_sample=False)
+                print(ids[-NEW_TOKENS:], "as by generate" if own[0].tolist() == ids else "not as by generate")
                 cache.batch.retire(sequence)
                 del active[sequence]
     print(cache, cache.batch.audit())

@@ -109,7 +109,9 @@ def prompt_length(prompt: Any, capacity: int) -> int:
         raise InputError(f"admit: a prompt of {number} tokens; at least 1 is wanted")
     if number > capacity:
         raise CapacityError(
-            f"admit: a prompt of {number} tokens exceeds max_kv_cache_capacity {capacity}", needed=number, free=capacity
+            f"admit: a prompt of {number} tokens exceeds max_kv_cache_capacity {capacity}; shorten it, or plan a larger one",
+            needed=number,
+            free=capacity,
         )
     return number
 

@@ -305,7 +305,8 @@ class Batch(ReusingSequences):
                 length = self._exact_length(row, "rewind")
                 number = integer(count)
                 if number is None or not 1 <= number <= length:
-                    raise InputError(f"rewind: {count!r} tokens of {sequence!r} is not in 1..{length} (its length)")
+                    allowed = f"in 1..{length} (its length)" if length else "possible: it has none"
+                    raise InputError(f"rewind: {count!r} tokens of {sequence!r} is not {allowed}")
                 if number < length:
                     check_state_rewind(self.plan.config, "rewind", number)
                 problem = ledger.rewind_problem(row, length - number, self.reuse is not None)
@@ -422,7 +423,7 @@ class Batch(ReusingSequences):
 
     def _row_of(self, sequence: Any, call: str) -> int:
         if not isinstance(sequence, Sequence):
-            raise InputError(f"{call}: {sequence!r} is not a Sequence")
+            raise InputError(f"{call}: {sequence!r} is not a Sequence, as admit and update return them")
         if sequence.state != "active" or self._sequences.get(sequence.row) is not sequence:
             raise StateError(f"{call}: {sequence!r} is not active in this batch")
         return sequence.row

@@ -280,7 +280,8 @@ class Stepper(Composer):
             low, high = int(self.ledger.lo[row]), int(self.ledger.hi[row])
             length = f"{high}" if low == high else f"{low} to {high} (sync_lengths() tells)"
             raise CapacityError(
-                f"tokens: {int(tokens[row])} more for row {row} of length {length} exceed max_kv_cache_capacity {capacity}",
+                f"tokens: {int(tokens[row])} more for row {row} of length {length} exceed max_kv_cache_capacity {capacity}; "
+                "retire the sequence, or plan a larger one",
                 needed=int(tokens[row]),
                 free=capacity - high,
             )

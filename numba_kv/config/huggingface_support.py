@@ -98,7 +98,8 @@ def _refuse_layer_types(reader: Reader, name: str) -> None:
 def _refuse_keys(reader: Reader, family: str, name: str) -> None:
     if reader.has("kv_lora_rank"):
         rank = reader.integer("kv_lora_rank", 1)
-        raise reader.unsupported(f"kv_lora_rank {rank} of {name}: {_MLA}; of transformers models PagedCache takes it")
+        instead = "for a transformers model use PagedCache, which stores that latent"
+        raise reader.unsupported(f"kv_lora_rank {rank} of {name}: {_MLA}; {instead}")
     for key in _RECURRENT_KEYS:
         if reader.has(key) and family not in RECURRENT_FAMILIES:
             raise reader.unsupported(f"key {reader.key_path(key)!r} of {name} belongs to recurrent layers, not supported yet")
