@@ -13,6 +13,8 @@ from rich.table import Column, Table
 
 __all__ = ["FigureTable"]
 
+#: A cell of a number that is not there.
+_NONE = "-"
 #: A border and a space on each side.
 _BETWEEN = 3
 
@@ -20,8 +22,8 @@ _BETWEEN = 3
 class FigureTable(Table):
     """A table whose first `words` columns say what a row is and the others are numbers.
 
-    Numbers stay in one line; words, and heads, break at their spaces. Numbers that do not fit stand in further tables with the
-    same words below. Only where not even one of them fits a cell is broken anywhere.
+    Numbers stay in one line; words, and heads, break at their spaces. Numbers that do not fit stand below, in further tables
+    with the same words but without rows that have "-" alone. Only where not even one of them fits a cell is broken anywhere.
     """
 
     def __init__(self, title: str, *columns: str, words: int = 1) -> None:
@@ -71,6 +73,8 @@ class FigureTable(Table):
             found.add_column(column.header, justify=column.justify, no_wrap=column.no_wrap, min_width=column.min_width)
         cells = [list(self.columns[place].cells) for place in places]
         for row, each in enumerate(zip(*cells, strict=True)):
+            if title is None and all(cell == _NONE for cell in each[self._words :]):
+                continue
             found.add_row(*each, end_section=self.rows[row].end_section)
         return found
 

@@ -37,6 +37,16 @@ def test_what_does_not_fit_stands_below_with_the_same_words() -> None:
     assert sum(line.startswith("┏") for line in found) == 2
 
 
+def test_rows_that_have_no_number_in_a_further_table_are_left_out_there() -> None:
+    table = FigureTable("Title", *HEADS)
+    for row in (ROW, ("c", "5", "0.1", "-"), ("d", "-", "-", "1")):
+        table.add_row(*row)
+    out = io.StringIO()
+    Console(file=out, width=28).print(table)
+    first = [["a b", "1,234,567", "0.95"], ["c", "5", "0.1"], ["d", "-", "-"]]
+    assert cells(out.getvalue().splitlines()) == [*first, ["a b", "98 MiB"], ["d", "1"]]
+
+
 def test_words_break_at_spaces_and_heads_of_numbers_too() -> None:
     heads = [line for line in shown(40) if line.startswith("┃")]
     assert [[cell.strip() for cell in line.strip("┃").split("┃")] for line in heads] == [
