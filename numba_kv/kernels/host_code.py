@@ -6,7 +6,11 @@ They hold no references of Numba's runtime, which would double the cost of a cal
 from __future__ import annotations
 
 from collections.abc import Callable
+from hashlib import blake2b
+from types import FunctionType
 from typing import Any
+
+from numba_kv.kernels.source import build_key, constants_of
 
 __all__ = ["called_back", "compiled", "part"]
 
@@ -21,7 +25,8 @@ def compiled(signature: str, *, waits: bool = False) -> Callable[[Any], Any]:
     def decorate(function: Any) -> Any:
         import numba
 
-        return _kept(lambda cache: numba.njit(signature, nogil=waits, cache=cache, _nrt=False)(function))
+        made = _named(function)
+        return _kept(lambda cache: numba.njit(signature, nogil=waits, cache=cache, _nrt=False)(made))
 
     return decorate
 
@@ -32,9 +37,19 @@ def called_back(signature: str) -> Callable[[Any], Any]:
     def decorate(function: Any) -> Any:
         import numba
 
-        return _kept(lambda cache: numba.cfunc(signature, cache=cache, _nrt=False)(function))
+        made = _named(function)
+        return _kept(lambda cache: numba.cfunc(signature, cache=cache, _nrt=False)(made))
 
     return decorate
+
+
+def _named(function: FunctionType) -> FunctionType:
+    """Return the function under a name that says what it is compiled from: Numba looks at the stamp of its own file alone."""
+    digest = blake2b(build_key().encode() + repr(constants_of(function)).encode(), digest_size=6).hexdigest()
+    made = FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__)
+    made.__module__, made.__doc__ = function.__module__, function.__doc__
+    made.__qualname__ = f"{function.__qualname__}_{digest}"
+    return made
 
 
 def _kept(make: Callable[[bool], Any]) -> Any:

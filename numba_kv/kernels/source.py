@@ -7,12 +7,13 @@ import sys
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from types import CodeType, FunctionType, ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from numba_kv.kernels.jit import Kernel
 
-__all__ = ["array_kinds", "build_key", "call_arguments", "product_name", "unpack_lines"]
+__all__ = ["array_kinds", "build_key", "call_arguments", "constants_of", "product_name", "unpack_lines"]
 
 _ROOM = Path(__file__).parent
 #: Extent of an array whose extent a kernel is not told.
@@ -20,18 +21,21 @@ _NO_EXTENT = 1 << 62
 
 
 def unpack_lines(kernel: Kernel, word: str) -> list[str]:
-    """Return one line an argument that makes it from the block; `word` formats word number i."""
+    """Return one line an argument that makes it from the block; `word` formats word number i.
+
+    An argument's name has ``of_`` in front, which no name of the generated text has.
+    """
     lines, at = [], 1
     for name, argument in kernel.arguments.items():
         if argument.value is not None:
-            lines.append(f"{name} = {argument.value}")
+            lines.append(f"of_{name} = {argument.value}")
         elif argument.dtype is None:
-            lines.append(f"{name} = {word.format(i=at)}")
+            lines.append(f"of_{name} = {word.format(i=at)}")
         else:
             extents = "".join(f"{word.format(i=at + 1 + axis)}, " for axis in range(argument.ndim))
             if not argument.has_extent:
                 extents = f"{_NO_EXTENT},"
-            lines.append(f"{name} = {argument.storage_name}_{argument.ndim}({word.format(i=at)}, ({extents}))")
+            lines.append(f"of_{name} = {argument.storage_name}_{argument.ndim}({word.format(i=at)}, ({extents}))")
         at += argument.words
     return lines
 
@@ -43,7 +47,7 @@ def array_kinds(kernel: Kernel) -> list[tuple[str, int]]:
 
 def call_arguments(kernel: Kernel) -> str:
     """Return the arguments of the call to the work item, after the leading ones."""
-    return ", ".join(kernel.arguments)
+    return ", ".join(f"of_{name}" for name in kernel.arguments)
 
 
 @lru_cache(maxsize=1)
@@ -70,11 +74,50 @@ def product_name(kernel: Kernel) -> str:
     for function in kernel.functions:
         code = function.__code__
         path = Path(code.co_filename)
+        digest.update(repr(constants_of(function)).encode())
         if path.parent == _ROOM:
             continue
         digest.update(code.co_code + repr(code.co_consts).encode())
         if path.is_file():
             digest.update(path.read_bytes())
-        numbers = {n: v for n in code.co_names if isinstance(v := function.__globals__.get(n), (int, float))}
-        digest.update(repr(numbers).encode())
     return f"{kernel.name}_{digest.hexdigest()}"
+
+
+def constants_of(function: FunctionType) -> list[tuple[str, object]]:
+    """Return what a function finds under global names that the compiler takes for constants, with those names.
+
+    Numbers, strings, tuples and arrays, of modules too; of compiled functions that it calls, theirs.
+    """
+    found: list[tuple[str, object]] = []
+    seen: set[int] = set()
+    pending = [function]
+    while pending:
+        scope, codes = pending[-1].__globals__, [pending.pop().__code__]
+        while codes:
+            code = codes.pop()
+            codes += [inner for inner in code.co_consts if isinstance(inner, CodeType)]
+            for name in code.co_names:
+                value = scope.get(name)
+                inner = [(f"{name}.{each}", getattr(value, each, None)) for each in code.co_names]
+                for place, each in inner if isinstance(value, ModuleType) else [(name, value)]:
+                    called = getattr(each, "py_func", None)
+                    if isinstance(called, FunctionType) and id(called) not in seen:
+                        seen.add(id(called))
+                        pending.append(called)
+                    elif _is_constant(each):
+                        found.append((place, _shown(each)))
+    return found
+
+
+def _is_constant(value: object) -> bool:
+    import numpy as np
+
+    return isinstance(value, (bool, int, float, complex, str, bytes, tuple, np.generic, np.ndarray))
+
+
+def _shown(value: object) -> object:
+    import numpy as np
+
+    if isinstance(value, np.ndarray):
+        return str(value.dtype), value.shape, value.tobytes()
+    return repr(value)
