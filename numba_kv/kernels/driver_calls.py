@@ -57,6 +57,8 @@ class DriverCalls:
             begin = self._address + 8 * CALL_WORDS * c
             if any(isinstance(p, OwnWord) and not 0 <= p < CALL_WORDS for p in parameters):
                 raise InvariantError(f"{name}: a call has words 0..{CALL_WORDS - 1}")
+            if len(parameters) >= CALL_WORDS:
+                raise InvariantError(f"{name}: {len(parameters)} parameters given, at most {CALL_WORDS - 1} are passed")
             row = [driver_function(name), *(begin + 8 * p if isinstance(p, OwnWord) else p for p in parameters)]
             self._table[c * CALL_WORDS : c * CALL_WORDS + len(row)] = np.array(row, np.uint64).view(np.int64)
         self.words = self._table.data

@@ -9,9 +9,12 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
+import shutil
 import stat
 import sys
 from pathlib import Path
+from typing import TextIO
 
 from rich.console import Console, RenderableType
 
@@ -28,10 +31,17 @@ def _console(*, stderr: bool) -> Console:
     stream = sys.stderr if stderr else sys.stdout
     if isinstance(stream, io.TextIOWrapper):
         stream.reconfigure(errors="replace")  # a terminal that cannot show a bar shows a question mark
-    console = Console(stderr=stderr, highlight=False)
-    if console.is_terminal or os.environ.get("COLUMNS", "").isdecimal():  # which rich takes
-        return console
-    return Console(stderr=stderr, highlight=False, width=_PLAIN_WIDTH)
+    # Sizes are given, and not left to be read from the environment, where anything may stand; names may have brackets.
+    lines = max(1, shutil.get_terminal_size().lines)
+    return Console(stderr=stderr, highlight=False, markup=False, width=_width(stream), height=lines)
+
+
+def _width(stream: TextIO | None) -> int:
+    """Return the columns that COLUMNS states, those of a terminal, or those of a file."""
+    stated = os.environ.get("COLUMNS", "")
+    if re.fullmatch(r"0*[1-9][0-9]{0,3}", stated, re.ASCII):
+        return int(stated)
+    return max(1, shutil.get_terminal_size().columns) if stream is not None and stream.isatty() else _PLAIN_WIDTH
 
 
 def check_writable(option: str, name: str | None) -> Path | None:

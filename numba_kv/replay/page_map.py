@@ -15,10 +15,10 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 
 from numba_kv.geometry import ceil_div
 from numba_kv.plan import GroupPlan
+from numba_kv.replay.figure_table import FigureTable
 
 if TYPE_CHECKING:
     from numba_kv.shared_resources import SharedResources
@@ -114,24 +114,24 @@ def page_map_table(shown: PageMap, notes: Iterable[str] = ()) -> RenderableType:
     """Return one table per group: a bar of each row's logical pages, and the first and last mapped entries; then notes."""
     if not shown.groups:
         return Group(f"No layer keeps keys and values, so there are no pages ({shown.target}).", *notes)
+    ahead = f"Rows of full attention are mapped up to {shown.lookahead_pages} pages ahead of their length (lookahead)."
     return Group(
         *(_group_table(group) for group in shown.groups),
         f"█ mapped  ▒ partly  ░ mapped ahead of the length  · behind the window  ({shown.target})",
-        f"Rows of full attention are mapped up to {shown.lookahead_pages} pages ahead of their length (lookahead).",
+        *([ahead] if any(not group.ring_pages for group in shown.groups) else []),
         *notes,
     )
 
 
-def _group_table(group: GroupMap) -> Table:
+def _group_table(group: GroupMap) -> FigureTable:
     span = _span(group)
     ring = f", ring of {group.ring_pages} pages, page l at l mod {group.ring_pages}" if group.ring_pages else ""
     title = f"Group {group.index}: {group.window} attention, pages of {group.page_tokens} tokens{ring}"
-    table = Table(title=title, title_justify="left", header_style="bold")
-    table.add_column("row", justify="right")
-    table.add_column("tokens", justify="right")
-    table.add_column(f"logical pages [0, {span:,}) of {group.row_pages:,}", no_wrap=True)
-    table.add_column("mapped", no_wrap=True)
-    table.add_column("logical@ring→id" if group.ring_pages else "logical→id")
+    table = FigureTable(title, "row", "tokens", "pages", "mapped", "logical@ring→id" if group.ring_pages else "logical→id")
+    row_column, _, pages, *others = table.columns
+    row_column.justify, pages.header = "right", f"logical pages [0, {span:,}) of {group.row_pages:,}"
+    for column in (pages, *others):
+        column.justify = "left"
     for row in group.rows:
         mapped = f"{len(row.pages)} in [{row.pages[0].logical}, {row.pages[-1].logical + 1})" if row.pages else "0"
         table.add_row(str(row.row), f"{row.length:,}", _bar(group, row, span), mapped, _entries(row))

@@ -5,6 +5,7 @@ Knows how numbers are laid out. Does not know where they come from, nor the cons
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING
 from rich.console import Group, RenderableType
 
 from numba_kv.config.state_layout import state_plans
+from numba_kv.dtypes import dtype
 from numba_kv.plan import PARTS, MemoryPlan
 from numba_kv.replay.figure_table import FigureTable
 from numba_kv.replay.figures import Latency, ReplayFigures
@@ -131,7 +133,7 @@ def _states(config: LLMEngineConfig) -> FigureTable:
     table = FigureTable(title, "state", "of a row, in each layer", "of a row", "of all rows", words=2)
     for state in state_plans(config):
         shape = " x ".join(f"{n:,}" for n in state.shape[2:])
-        of_row = format_bytes(state.nbytes // config.max_batch_size)
+        of_row = format_bytes(state.shape[0] * math.prod(state.shape[2:]) * dtype(state.dtype).itemsize)
         table.add_row(state.name, f"{shape} {state.dtype}", of_row, format_bytes(state.nbytes))
     return table
 

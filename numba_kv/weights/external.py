@@ -243,6 +243,8 @@ class ExternalWeightManager:
         Stream: host only.
         """
         self._want("validated")
+        if isinstance(table, type):
+            raise InputError(f"table: the class {table.__name__} given; an object of it is wanted")
         missing = [name for name in ("__contains__", "set", "remove") if not callable(getattr(table, name, None))]
         if missing:
             raise InputError(

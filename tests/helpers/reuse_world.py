@@ -155,8 +155,11 @@ class World:
         except CapacityError:
             assert self.holders() == before
             return
-        if lease.plan.is_hit:
+        plan = lease.plan
+        if len(plan.pages) or len(plan.draft_pages):  # a window of one token and no full group can be hit for nothing
             assert self.holders() != before
+        for pool, copies in zip(self.cache.store.windows, plan.windows if plan.is_hit else (), strict=False):
+            assert all(pool.is_pinned(slot) for slot in copies.slots.tolist())
         lease.release()
         assert self.holders() == before
 

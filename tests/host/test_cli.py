@@ -412,6 +412,43 @@ def test_plan_shows_what_recurrent_layers_keep(capsys: pytest.CaptureFixture[str
     assert "No layer keeps keys and values" in out
 
 
+@pytest.mark.parametrize("variable", ["COLUMNS", "LINES"])
+@pytest.mark.parametrize("value", ["", "0", "-3", "²", "٣", "1e3", "9" * 5000, " 80"], ids=lambda v: repr(v[:4]))
+def test_nonsense_for_a_size_is_no_size(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, variable: str, value: str
+) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    wanted = run(capsys, "plan", "gemma3_270m")
+    monkeypatch.setenv(variable, value)
+    assert run(capsys, "plan", "gemma3_270m") == wanted
+
+
+def test_brackets_in_names_are_no_markup(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    folder = tmp_path / "d[/red]"
+    folder.mkdir(parents=True)  # the name has a slash
+    (folder / "[bold]tiny.json").write_text(json.dumps(TINY))
+    code, out, _ = run(capsys, "plan", str(folder / "[bold]tiny.json"))
+    assert code == 0
+    assert "KV caches of [bold]tiny: 16 rows" in out
+    picture = folder / "[red]p.png"
+    options = ("--limit", "1", "--target", "cpu", "--picture", str(picture))
+    code, out, err = run(capsys, "replay", "gemma3_270m", "generated", *options)
+    assert (code, "[red]p.png" in out.replace("\n", "")) == (0, True), err
+    assert picture.is_file()
+
+
+def test_inspect_splits_its_tables_where_they_do_not_fit(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = run(capsys, "inspect", "gemma3_270m", "--target", "cpu")[1]
+    monkeypatch.setenv("COLUMNS", "60")
+    out = run(capsys, "inspect", "gemma3_270m", "--target", "cpu")[1]
+    assert max(map(len, out.splitlines())) <= 60
+    for line in wanted.splitlines():
+        for cell in line.split("│")[1:-1]:
+            assert cell.strip() in out
+
+
 @pytest.mark.parametrize("width", [40, 60, 80, 100])
 @pytest.mark.parametrize("command", ["plan", "replay"])
 def test_tables_show_every_number_whole(

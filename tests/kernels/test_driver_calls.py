@@ -61,6 +61,8 @@ def test_a_parameter_can_be_the_address_of_a_word_of_its_call(functions: dict[st
         calls()
     with pytest.raises(InvariantError, match=r"cuFirst: a call has words 0\.\.11"):
         DriverCalls(("cuFirst", OwnWord(12)))
+    with pytest.raises(InvariantError, match="cuFirst: 12 parameters given, at most 11 are passed"):
+        DriverCalls(("cuFirst", *range(12)), ("cuSecond",))
 
 
 def test_a_launch_has_the_layout_of_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -174,6 +174,8 @@ def test_what_is_no_table_is_refused(tmp_path: Path, manager: ExternalWeightMana
     manager.load(write(tmp_path / "a.safetensors", arrays), inputs=inputs_of(arrays))
     with pytest.raises(InputError, match="table: dict given, without set and remove; a TensorMap"):
         manager.register({})  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="table: the class TensorMap given"):
+        manager.register(TensorMap)
     manager.register(TensorMap())
 
 
