@@ -170,16 +170,20 @@ def place(target: str) -> str:
     return "cuda" if target == "cuda" else "cpu"
 
 
+def made(config_class: str, model_class: str, extra: dict[str, Any], attention: str = "sdpa", seed: int = 0) -> Any:
+    """Return a model of the common sizes, but for what `extra` says, in float32 on the host."""
+    torch.manual_seed(seed)
+    config = getattr(transformers, config_class)(**{**_COMMON, **extra}, attn_implementation=attention)
+    return getattr(transformers, model_class)(config).eval()
+
+
 @cache
 def tiny(
     name: str, target: str = "cpu", kind: str = "float32", attention: str = "sdpa", seed: int = 0, noise: float = 0.0
 ) -> Any:
     """Return a model of a family; equal arguments give equal weights. `noise` makes a bad copy of it."""
-    config_class, model_class, extra = {**FAMILIES, **UNEQUAL_FAMILIES, **HYBRID_FAMILIES}[name]
-    torch.manual_seed(seed)
     attention = "eager" if name in _EAGER_ONLY else attention
-    config = getattr(transformers, config_class)(**{**_COMMON, **extra}, attn_implementation=attention)
-    model = getattr(transformers, model_class)(config)
+    model = made(*{**FAMILIES, **UNEQUAL_FAMILIES, **HYBRID_FAMILIES}[name], attention, seed)
     with torch.no_grad():
         for weight in model.parameters():
             if noise:
