@@ -70,6 +70,7 @@ _PER_LAYER = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VO
 FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", "LlamaForCausalLM", {}),
     "qwen2": ("Qwen2Config", "Qwen2ForCausalLM", {"use_sliding_window": True, "max_window_layers": 2, **_SLIDING}),
+    "qwen2_moe": ("Qwen2MoeConfig", "Qwen2MoeForCausalLM", _SHARED_EXPERT),  # states a window of 0
     "qwen3": ("Qwen3Config", "Qwen3ForCausalLM", _HEAD),
     "mistral": ("MistralConfig", "MistralForCausalLM", _SLIDING),
     "phi3": ("Phi3Config", "Phi3ForCausalLM", _SLIDING),
