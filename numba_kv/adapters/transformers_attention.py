@@ -15,7 +15,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from numba_kv.adapters.transformers_paged import StoredKV
 from numba_kv.errors import InputError, StateError, UnsupportedModelError
 
-__all__ = ["AttentionChoice", "attend_pages", "attend_traced", "mask_of_pages"]
+__all__ = ["AttentionChoice", "attend_pages", "attend_traced", "chooses_by_name", "mask_of_pages"]
 
 #: Without a mask function, a name makes transformers build no mask and ask the cache for no length.
 _NAME, _TRACED = "numba_kv", "numba_kv_traced"
@@ -156,7 +156,7 @@ class AttentionChoice:
 
     def __init__(self, decoder: Any) -> None:
         kind = type(decoder).__name__
-        if not _chooses_by_name(decoder):
+        if not chooses_by_name(decoder):
             raise UnsupportedModelError(
                 f"model: {kind} does not choose its attention by name; attention over pages is impossible, use "
                 "attention='gather'"
@@ -189,7 +189,7 @@ class AttentionChoice:
             config._attn_implementation = {"": name}  # of this configuration alone, not of those inside it
 
 
-def _chooses_by_name(decoder: Any) -> bool:
+def chooses_by_name(decoder: Any) -> bool:
     """Return whether a decoder says that it chooses its attention by name, or its module at least knows how."""
     named = getattr(decoder, "_supports_attention_backend", False)
     return named or hasattr(sys.modules.get(type(decoder).__module__), "ALL_ATTENTION_FUNCTIONS")

@@ -90,6 +90,11 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
     "gpt_neox": ("GPTNeoXConfig", "GPTNeoXForCausalLM", {"num_key_value_heads": 4}),
 }
+#: As those, with attention of their own, which has no name: no other can take its place.
+NAMELESS_FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "gpt_neox_japanese": ("GPTNeoXJapaneseConfig", "GPTNeoXJapaneseForCausalLM", {"num_key_value_heads": 4}),
+    "bloom": ("BloomConfig", "BloomForCausalLM", {"num_key_value_heads": 4, "n_layer": 4, "n_head": 4}),
+}
 #: As those: K and V of different sizes, latents in all but the last.
 UNEQUAL_FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "deepseek_v2": ("DeepseekV2Config", "DeepseekV2ForCausalLM", {**_LATENT, **_EXPERTS, "first_k_dense_replace": 1}),
@@ -161,7 +166,7 @@ HYBRID_FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
 }
 #: Those that have no attention but their own.
-_EAGER_ONLY = ("gemma2", "gpt_oss", "mimo_v2_flash")
+_EAGER_ONLY = ("gemma2", "gpt_oss", "mimo_v2_flash", "gpt_neox_japanese", "bloom")
 #: Those that the simulator has the time for.
 FAMILIES_IN_SIM = ("llama", "gemma3")
 
@@ -184,7 +189,7 @@ def tiny(
 ) -> Any:
     """Return a model of a family; equal arguments give equal weights. `noise` makes a bad copy of it."""
     attention = "eager" if name in _EAGER_ONLY else attention
-    model = made(*{**FAMILIES, **UNEQUAL_FAMILIES, **HYBRID_FAMILIES}[name], attention, seed)
+    model = made(*{**FAMILIES, **NAMELESS_FAMILIES, **UNEQUAL_FAMILIES, **HYBRID_FAMILIES}[name], attention, seed)
     with torch.no_grad():
         for weight in model.parameters():
             if noise:
