@@ -88,6 +88,11 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "Llama4ForCausalLM",
         {**_HEAD, **_SMALL_EXPERTS, "attention_chunk_size": WINDOW, "floor_scale": 4},  # queries grow with the length
     ),
+    "modernbert_decoder": (
+        "ModernBertDecoderConfig",
+        "ModernBertDecoderForCausalLM",
+        {"num_key_value_heads": 4, "local_attention": 2 * WINDOW, "global_attn_every_n_layers": 2},  # whose decoder is a head
+    ),
     "gpt_neox": ("GPTNeoXConfig", "GPTNeoXForCausalLM", {"num_key_value_heads": 4}),
 }
 #: As those, with attention of their own, which has no name: no other can take its place.
