@@ -105,7 +105,7 @@ def read_model(
         windows = attended_windows(decoder_of(model), text, windows, are_chunks, max_tokens)
     stated = _plain(text)
     sizes = read_sizes(stated)
-    if reads_pages and sizes is not None:
+    if reads_pages and sizes is not None and not sizes.are_equal:
         raise UnsupportedModelError(_unreadable(text, sizes))
     config = load_engine_config(
         stated if sizes is None else sizes.stated(stated),
@@ -122,6 +122,8 @@ def read_model(
     _check_kinds(config, types, is_packed)
     if sizes is not None and sizes.doubles_windows:
         config = _doubled(config, windows)
+    if sizes is not None and sizes.are_equal:
+        sizes = None
     chunked = tuple(reads_pages and each == _CHUNKED for each in types)
     return replace(_combined(config, types, windows, chunked, max_rewind_tokens > 0), sizes=sizes)
 
