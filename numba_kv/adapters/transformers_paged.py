@@ -125,7 +125,7 @@ class PagedKV(LayerKV):
             wanted = f"a window of {seen} tokens" if seen else "no window"
             raise UnsupportedModelError(
                 f"model: attention of layer {layer} has {wanted}, but by its configuration it is {window}; use "
-                "attention='gather'"
+                "PagedCache with attention='gather'"
             )
 
     def attend(self, stored: StoredKV, query: Any, scale: float | None, soft_cap: float | None, sinks: Any) -> Any:

@@ -53,7 +53,8 @@ def attended_windows(
         key = "attention_chunk_size" if is_chunked else "sliding_window"
         raise UnsupportedModelError(
             f"model: the configuration gives layer {index} of {text.model_type!r} {key} {tokens}, but its attention has no "
-            f"such mask and sees all tokens of a forward; remove {key} from the configuration, or use attention='gather'"
+            f"such mask and sees all tokens of a forward; remove {key} from the configuration, or use PagedCache with "
+            "attention='gather'"
         )
     return windows
 

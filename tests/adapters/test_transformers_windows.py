@@ -22,6 +22,8 @@ from tests.helpers.transformers_models import (
     torch,
 )
 
+from numba_kv.adapters.transformers_packed import PackedCache  # isort: skip  # behind the helper: it skips where there is no torch
+
 _SLIDING, _FULL = {"sliding_window": WINDOW}, {"layer_types": ["full_attention"] * 4}
 _EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 _LONG_ROPE = {"rope_type": "default", "rope_theta": 1e4, "llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 8}
@@ -62,6 +64,8 @@ def test_a_cache_that_slides_under_attention_that_does_not(extra: dict[str, Any]
     inputs = prompt(TOKENS, target, PADS)
     with pytest.raises(UnsupportedModelError, match=r"sliding_window 8, but its attention .* remove sliding_window"):
         opened_paged(model, target)
+    with pytest.raises(UnsupportedModelError, match="use PagedCache with attention='gather'"):
+        PackedCache.for_model(model, max_batch=1, max_tokens=96)
     wanted = generated(model, inputs, WINDOW)
     with opened(model, target) as cache:
         check_same(generated(model, inputs, WINDOW, cache=cache), wanted)
