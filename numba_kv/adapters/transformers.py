@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from numba_kv.adapters.frameworks import torch
-from numba_kv.adapters.transformers_attention import AttentionChoice
+from numba_kv.adapters.transformers_attention import AttentionChoice, chooses_by_name
 from numba_kv.adapters.transformers_cache import ModelCache
 from numba_kv.adapters.transformers_device import open_resources
 from numba_kv.adapters.transformers_forward import ForwardSteps
@@ -30,6 +30,7 @@ from numba_kv.geometry import check_count
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from numba_kv.adapters.transformers_layer_kv import LayerKV
     from numba_kv.adapters.transformers_model import ModelLayers
     from numba_kv.shared_resources import SharedResources
 
@@ -55,7 +56,12 @@ class PagedCache(ModelCache):
     """
 
     def __init__(self, model: Any, layers: ModelLayers, resources: SharedResources, choice: AttentionChoice | None) -> None:
-        super().__init__(resources, DenseKV(resources, layers) if choice is None else PagedKV(resources, layers.donors), choice)
+        kv: LayerKV
+        if choice is None:  # attention that has no name to be called by takes K and V apart as it likes
+            kv = DenseKV(resources, layers, is_contiguous=not chooses_by_name(decoder_of(model)))
+        else:
+            kv = PagedKV(resources, layers.donors)
+        super().__init__(resources, kv, choice)
         states = ModelStates(resources, layers.states) if layers.states else None
         self._forward = ForwardSteps(ModelRows(self.batch), self._kv, layers, states)
         self._join(model, layers, self._forward, states)

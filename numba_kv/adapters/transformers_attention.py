@@ -15,10 +15,12 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from numba_kv.adapters.transformers_paged import StoredKV
 from numba_kv.errors import InputError, StateError, UnsupportedModelError
 
-__all__ = ["AttentionChoice", "attend_pages", "attend_traced", "mask_of_pages"]
+__all__ = ["AttentionChoice", "attend_pages", "attend_traced", "chooses_by_name", "mask_of_pages"]
 
 #: Without a mask function, a name makes transformers build no mask and ask the cache for no length.
 _NAME, _TRACED = "numba_kv", "numba_kv_traced"
+#: Stands for an argument that a layer does not name.
+_UNSAID = -1
 
 
 def attend_pages(
@@ -34,6 +36,7 @@ def attend_pages(
     s_aux: Any = None,
     is_causal: bool | None = None,
     position_bias: Any = None,
+    sliding_window: int | None = _UNSAID,
     **_: Any,
 ) -> tuple[Any, None]:
     """Return the attention of a layer over its pages, and no weights.
@@ -49,7 +52,9 @@ def attend_pages(
     attention_mask : None
         Nothing else is possible.
     dropout, scaling, softcap, s_aux, is_causal, position_bias
-        As transformers names them. The window is the cache's.
+        As transformers names them.
+    sliding_window : int, optional
+        The layer's window, which the cache must know of.
 
     Returns
     -------
@@ -61,6 +66,8 @@ def attend_pages(
         If K and V are not those that a cache with attention over pages returned just now.
     InputError
         If a mask, a bias, dropout or attention in both directions is wanted.
+    UnsupportedModelError
+        If the cache has another window than the layer.
     """
     stored = getattr(key, "numba_kv", None)
     is_of_key = getattr(value, "numba_kv", None) is stored
@@ -70,6 +77,8 @@ def attend_pages(
             "through its own forward, one forward at a time"
         )
     _check_possible(attention_mask, dropout, is_causal, position_bias)
+    if sliding_window != _UNSAID:
+        stored.kv.check_window(stored.layer, sliding_window)
     return stored.kv.attend(stored, query, scaling, softcap, s_aux), None
 
 
@@ -147,7 +156,7 @@ class AttentionChoice:
 
     def __init__(self, decoder: Any) -> None:
         kind = type(decoder).__name__
-        if not _chooses_by_name(decoder):
+        if not chooses_by_name(decoder):
             raise UnsupportedModelError(
                 f"model: {kind} does not choose its attention by name; attention over pages is impossible, use "
                 "attention='gather'"
@@ -180,7 +189,7 @@ class AttentionChoice:
             config._attn_implementation = {"": name}  # of this configuration alone, not of those inside it
 
 
-def _chooses_by_name(decoder: Any) -> bool:
+def chooses_by_name(decoder: Any) -> bool:
     """Return whether a decoder says that it chooses its attention by name, or its module at least knows how."""
     named = getattr(decoder, "_supports_attention_backend", False)
     return named or hasattr(sys.modules.get(type(decoder).__module__), "ALL_ATTENTION_FUNCTIONS")

@@ -6,18 +6,13 @@ from abc import abstractmethod
 from typing import TYPE_CHECKING, Any
 
 import torch
-import transformers
+from transformers.cache_utils import Cache
 
 from numba_kv.adapters.transformers_device import follow_stream
 from numba_kv.adapters.transformers_hooks import hook_forwards
 from numba_kv.adapters.transformers_layers import make_layers
 from numba_kv.batch import Batch
-from numba_kv.errors import InteropError, StateError
-
-try:
-    from transformers.cache_utils import Cache
-except ImportError as error:
-    raise InteropError(f"transformers {transformers.__version__} is installed; 5.24 or newer is needed") from error
+from numba_kv.errors import StateError
 
 if TYPE_CHECKING:
     from types import TracebackType

@@ -310,18 +310,21 @@ class ForwardSteps:
 
     def _check_visible(self, rows: int, tokens: int, pads: NDArray[np.int64] | None) -> None:
         """Refuse a mask that hides tokens which are stored, now or with this step: attention over pages sees them. Waits."""
-        mask = self._mask
-        if mask is None or rows != mask.shape[0]:
+        mask, length = self._mask, self.rows.length + tokens
+        if mask is None:
             return
-        stored = np.ones(tuple(mask.shape), bool)
-        if mask.shape[1] == self.rows.length + tokens:
-            stored = np.arange(mask.shape[1]) >= self.rows.offsets_after(rows, tokens, pads)[:, None]
-        is_hidden = mask.eq(0).cpu().numpy() & stored
+        columns = mask.shape[1]
+        is_hidden = np.ones((mask.shape[0], max(columns, length)), bool)  # transformers hides what lies behind a mask
+        is_hidden[:, :columns] = mask.eq(0).cpu().numpy()
+        if tuple(mask.shape) == (rows, length):
+            is_hidden &= np.arange(length) >= self.rows.offsets_after(rows, tokens, pads)[:, None]
         if is_hidden.any():
             row, column = np.argwhere(is_hidden)[0].tolist()
+            of = f" (it has {columns} of {length})" if columns < length else ""
             raise InputError(
-                f"attention_mask: hides column {column} of row {row}, which is stored; attention over pages hides nothing but "
-                "pads on the left of a prompt (and of those all but one of a forward that has no token); use attention='gather'"
+                f"attention_mask: hides column {column} of row {row}{of}, which is stored; attention over pages hides nothing "
+                "but pads on the left of a prompt (and of those all but one of a forward that has no token); use "
+                "attention='gather'"
             )
 
     def _take_back(self, step: RowStep) -> None:

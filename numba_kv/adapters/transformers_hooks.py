@@ -5,6 +5,8 @@ from __future__ import annotations
 import weakref
 from typing import Any, Protocol
 
+import torch
+
 __all__ = ["decoder_of", "hook_forwards"]
 
 
@@ -19,8 +21,10 @@ class _Cache(Protocol):
 
 
 def decoder_of(model: Any) -> Any:
-    """Return the part of a model that holds its layers."""
-    return model.get_decoder() if hasattr(model, "get_decoder") else model
+    """Return the part of a model that holds its layers. Some call the head that decodes hidden states their decoder."""
+    found = model.get_decoder() if hasattr(model, "get_decoder") else model
+    has_layers = any(isinstance(each, torch.nn.ModuleList) for each in found.modules())
+    return found if has_layers else getattr(model, "base_model", model)
 
 
 def _shape(args: Any, kwargs: dict[str, Any]) -> tuple[int, int] | None:

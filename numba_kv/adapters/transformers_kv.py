@@ -45,10 +45,14 @@ class DenseKV(LayerKV):
         Of the model.
     layers : ModelLayers
         Of the model.
+    is_contiguous : bool
+        Copy what was gathered, so that heads of a row follow each other as in transformers' own cache: for attention that asks
+        for views of it.
     """
 
-    def __init__(self, resources: SharedResources, layers: ModelLayers) -> None:
+    def __init__(self, resources: SharedResources, layers: ModelLayers, *, is_contiguous: bool = False) -> None:
         super().__init__(resources, layers.sizes)
+        self._is_contiguous = is_contiguous
         self._layers = layers
         config, torch = self._caches.plan.config, self._torch
         self._short = config.max_step_tokens
@@ -74,7 +78,8 @@ class DenseKV(LayerKV):
     def move(self, layer: int, k: Any, v: Any, step: RowStep) -> tuple[Any, Any]:
         """Store K and V of a step and return those that the layer's attention reads; see `LayerKV.move`.
 
-        They are valid until the next layer's move. Cost: one launch where nothing precedes the step, else three.
+        They are valid until the next layer's move. Cost: one launch where nothing precedes the step, else three; and
+        copies, where they are to be contiguous.
         """
         window = self._layers.windows[layer]
         first = 0 if window is None else max(0, step.before - window + 1)
@@ -89,7 +94,8 @@ class DenseKV(LayerKV):
         count = step.length - first
         (keys, values), (k_out, v_out) = self._dense(layer, step.rows, count)
         self._io.gather(layer, k_out, v_out, step.view.seq_lens, starts=self._starts_tensor, low=first)
-        return self._parts(keys[:, :, :count], values[:, :, :count])
+        k, v = self._parts(keys[:, :, :count], values[:, :, :count])
+        return (k.contiguous(), v.contiguous()) if self._is_contiguous else (k, v)
 
     def close(self) -> None:
         """Give the launches and the buffers back; a second call does nothing."""

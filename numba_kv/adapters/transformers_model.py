@@ -9,7 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from numba_kv.adapters.transformers_hooks import decoder_of
 from numba_kv.adapters.transformers_sizes import KVSizes, read_sizes
+from numba_kv.adapters.transformers_windows import attended_windows
 from numba_kv.config import LLMEngineConfig, load_engine_config
 from numba_kv.dtypes import KV_CACHE_DTYPES
 from numba_kv.errors import ConfigError, InputError, UnsupportedModelError
@@ -35,7 +37,8 @@ class ModelLayers:
     config : LLMEngineConfig
         What is allocated. A window that reaches the capacity is full attention there.
     windows : tuple of int or None
-        Window of each layer in tokens, as transformers has it; None for full attention.
+        Window of each layer in tokens, as transformers' caches have it or, where pages are read, as its attention has it; None
+        for full attention.
     owners : tuple of bool
         Whether each layer stores K and V of its own.
     donors : frozenset of int
@@ -97,9 +100,12 @@ def read_model(
         raise ConfigError(f"model: its dtype is {kind}; a cache can be {', '.join(KV_CACHE_DTYPES)}")
     text = find(decoder=True)
     types, windows = _layer_types(text)
+    if reads_pages:
+        are_chunks = tuple(each == _CHUNKED for each in types)
+        windows = attended_windows(decoder_of(model), text, windows, are_chunks, max_tokens)
     stated = _plain(text)
     sizes = read_sizes(stated)
-    if reads_pages and sizes is not None:
+    if reads_pages and sizes is not None and not sizes.are_equal:
         raise UnsupportedModelError(_unreadable(text, sizes))
     config = load_engine_config(
         stated if sizes is None else sizes.stated(stated),
@@ -116,6 +122,8 @@ def read_model(
     _check_kinds(config, types, is_packed)
     if sizes is not None and sizes.doubles_windows:
         config = _doubled(config, windows)
+    if sizes is not None and sizes.are_equal:
+        sizes = None
     chunked = tuple(reads_pages and each == _CHUNKED for each in types)
     return replace(_combined(config, types, windows, chunked, max_rewind_tokens > 0), sizes=sizes)
 

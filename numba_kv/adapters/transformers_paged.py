@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from numba_kv.adapters.torch_arrays import as_kv_tensor
 from numba_kv.adapters.transformers_layer_kv import LayerKV
 from numba_kv.cache.attention import PagedAttention
-from numba_kv.errors import ShapeError, StateError
+from numba_kv.errors import ShapeError, StateError, UnsupportedModelError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -110,6 +110,23 @@ class PagedKV(LayerKV):
         if self._step is None:
             raise StateError("attention: no forward is running that this cache knows of")
         return StoredKV(self, layer, self._step)
+
+    def check_window(self, layer: int, tokens: int | None) -> None:
+        """Refuse a layer whose attention has another window (None: none) than its pages.
+
+        Raises
+        ------
+        UnsupportedModelError
+            If what its queries would see differs.
+        """
+        window = self._caches.storage(layer).window
+        seen = 0 if tokens is None or tokens >= self._caches.plan.config.max_kv_cache_capacity else tokens
+        if seen != window.tokens:
+            wanted = f"a window of {seen} tokens" if seen else "no window"
+            raise UnsupportedModelError(
+                f"model: attention of layer {layer} has {wanted}, but by its configuration it is {window}; use "
+                "PagedCache with attention='gather'"
+            )
 
     def attend(self, stored: StoredKV, query: Any, scale: float | None, soft_cap: float | None, sinks: Any) -> Any:
         """Return the attention of a layer's queries.

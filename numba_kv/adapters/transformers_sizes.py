@@ -47,6 +47,11 @@ class KVSizes:
     doubles_windows: bool = False
 
     @property
+    def are_equal(self) -> bool:
+        """Whether K and V of a head are stored as they are, and only the heads are unusual."""
+        return self.keys == self.values and not self.is_latent
+
+    @property
     def head_dim(self) -> int:
         """Channels of each half as it is stored."""
         return ceil_div(self.keys + self.values, 2)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from numba_kv.cache.kv_launch import RowLaunch
 from numba_kv.cache.kv_operands import bind_rows, check_aligned, dense, reshaped, unowned
 from numba_kv.cache.kv_rotation import HeadNorm, bind_rotation, rotation_of
-from numba_kv.cache.kv_scales import KVScales
+from numba_kv.cache.kv_scales import KVScales, owner_of
 from numba_kv.cache.launch_cache import place
 from numba_kv.device import Tensor
 from numba_kv.device.interop import as_tensor
@@ -72,25 +72,23 @@ class LayerCalls:
 
     def __init__(self, caches: HybridCacheManager) -> None:
         self.caches = caches
-        self.scales = KVScales(caches.device, caches.kv_cache)
+        self.scales = KVScales(caches)
         self._device = caches.device
 
-    def own(self, layer: int) -> int:
-        """Return the place of a layer among the attention layers.
+    def check_own(self, layer: int) -> None:
+        """Refuse a layer that borrows K and V.
 
         Raises
         ------
         InputError
-            If it borrows K and V.
+            Naming the layer that it borrows from.
         """
-        number, owner = self.caches.attention_index(layer), self.caches.storage(layer).owner
-        if owner != number:
-            raise InputError(f"layer: {layer} borrows K and V of attention layer {owner}, and writes none")
-        return number
+        if self.caches.attention_index(layer) != self.caches.storage(layer).owner:
+            raise InputError(f"layer: {layer} borrows K and V of layer {owner_of(self.caches, layer)}, and writes none")
 
     def factors(self, layer: int, moved: DType, write: bool) -> Tensor | None:
         """Return what elements of type `moved` are multiplied by on their way; see `KVScales.factors`."""
-        return self.scales.factors(self.caches.attention_index(layer), moved, write)
+        return self.scales.factors(layer, moved, write)
 
     def slots(self, value: Any, *, written: bool = False) -> Tensor:
         """Return slots as a tensor.
@@ -130,7 +128,7 @@ class LayerCalls:
 
         def bind() -> RowLaunch:
             if write:
-                self.own(layer)
+                self.check_own(layer)
             heads, dim = pool.shape[3:]
             ks, vs = dense(self._device, k, "k", heads, dim), dense(self._device, v, "v", heads, dim)
             return bind_rows(pool, ks, vs, unowned(slots), self.factors(layer, ks.dtype, write), write=write)
@@ -163,7 +161,7 @@ class LayerCalls:
 
         def bind() -> RowLaunch:
             if given["k"] is not None or given["v"] is not None:
-                self.own(layer)
+                self.check_own(layer)
             elif self.caches.storage(layer).owner == self.caches.attention_index(layer):
                 raise InputError(f"k, v: None given, but layer {layer} has K and V of its own")
             call = rotation_of(self._device, pool.shape, given, slots, bool(interleaved))

@@ -103,7 +103,8 @@ class KVIO(Unique):
         Stream: waits.
         """
         with self._guard:
-            self._calls.scales.set(self._calls.own(layer), k_scale, v_scale)
+            self._calls.check_own(layer)
+            self._calls.scales.set(layer, k_scale, v_scale)
 
     def write(self, layer: int, k: Any, v: Any, view: Step, *, stream: object | None = None) -> None:
         """Write K and V of a step's tokens to where the step put them; tokens of slot -1 are dropped.
@@ -337,7 +338,7 @@ class KVIO(Unique):
         What `gather` would read as zeros is left out. No two rows may name the same positions.
         """
         with self._guard:
-            self._calls.own(layer)
+            self._calls.check_own(layer)
             found = self._find_rows(layer, k, lengths, rows, starts, low)
             self._run(self._calls.moved_slots(layer, k, v, found, write=True), None)
 

@@ -11,20 +11,29 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from numba_kv.cache.kv_cache import KVCacheManager
-    from numba_kv.device import Device, Tensor
+    from numba_kv.cache.hybrid import HybridCacheManager
+    from numba_kv.device import Tensor
 
-__all__ = ["KVScales"]
+__all__ = ["KVScales", "owner_of"]
 
 _FLOAT8 = dtype("float8_e4m3")
 
 
-class KVScales:
-    """Scales of the layers of one model: float32 [2, 2, H], scale and inverse of K and V of each head. Owns them."""
+def owner_of(caches: HybridCacheManager, layer: int) -> int:
+    """Return the decoder layer whose pool a layer uses: itself, or the one that it borrows K and V from."""
+    return caches.plan.config.attention_indices.index(caches.storage(layer).owner)
 
-    def __init__(self, device: Device, pools: KVCacheManager) -> None:
-        self._device = device
-        self._pools = pools
+
+class KVScales:
+    """Scales of the layers of one model: float32 [2, 2, H], scale and inverse of K and V of each head. Owns them.
+
+    Layers are decoder layers with attention; one that borrows K and V has its donor's scales.
+    """
+
+    def __init__(self, caches: HybridCacheManager) -> None:
+        self._device = caches.device
+        self._caches = caches
+        # by the owner's place among the attention layers
         self._of: dict[int, Tensor] = {}
 
     def set(self, layer: int, k_scale: object, v_scale: object) -> None:
@@ -37,15 +46,15 @@ class KVScales:
         """
         import numpy as np
 
-        pool = self._pools.kv(layer)
+        pool, storage = self._caches.kv(layer), self._caches.storage(layer)
         if pool.dtype is not _FLOAT8:
             raise InputError(f"layer: {layer} is stored as {pool.dtype}; only {_FLOAT8} is scaled")
-        heads = self._pools.storage(layer).num_kv_heads
+        owner, heads = storage.owner, storage.num_kv_heads
         scales = np.stack([_checked("k_scale", k_scale, heads), _checked("v_scale", v_scale, heads)])
         values = np.stack([scales, np.float32(1.0) / scales]).reshape(2, 2 * heads)
-        if layer not in self._of:
-            self._of[layer] = self._device.tensor(values.shape, dtype("float32"))
-        self._of[layer].fill_from(values)
+        if owner not in self._of:
+            self._of[owner] = self._device.tensor(values.shape, dtype("float32"))
+        self._of[owner].fill_from(values)
 
     def factors(self, layer: int, moved: DType, write: bool) -> Tensor | None:
         """Return what elements of type `moved` are multiplied by on their way; None where nothing is.
@@ -55,12 +64,13 @@ class KVScales:
         StateError
             If the layer is float8 and has no scales yet.
         """
-        owner = self._pools.storage(layer).owner
-        if self._pools.kv(owner).dtype is not _FLOAT8 or moved is _FLOAT8:
+        owner = self._caches.storage(layer).owner
+        if self._caches.kv(layer).dtype is not _FLOAT8 or moved is _FLOAT8:
             return None
         if owner not in self._of:
+            name = owner_of(self._caches, layer)
             raise StateError(
-                f"layer {owner} is stored as {_FLOAT8} and has no scales; set_scales(layer, 1.0, 1.0) is to say so"
+                f"layer {layer} is stored as {_FLOAT8} and has no scales; set_scales({name}, 1.0, 1.0) is to say so"
             )
         return self._of[owner][int(write)]
 

@@ -47,8 +47,10 @@ def read_layers(reader: Reader, family: str, capacity: int) -> tuple[AttentionLa
     for index, kind in enumerate(kinds):
         keys = _Keys(own[index], family) if index in own else alike
         size = keys.sizes.get(kind)
-        if size is None and kind != "full":
+        if not size and kind != "full":
             key = _WINDOW_KEYS[kind]
+            if size == 0:
+                raise keys.reader.wrong(key, size, f"an integer from 1, but layer {index} has {kind} attention")
             raise keys.reader.error(key, f"null or missing, but layer_types[{index}] is '{kind}_attention', which needs it")
         window = FULL if size is None or size >= capacity else Window(kind, size)
         kv_heads, head_dim = keys.full if kind == "full" else keys.windowed
@@ -63,8 +65,8 @@ class _Keys:
         self.reader = reader
         self.windowed = _geometry(reader, family)
         self.full = _full_geometry(reader, family)
-        # Read even where the family has no use for them: a window of 0 is never meant.
-        self.sizes = {kind: reader.integer_or_none(key, 1, INT64_MAX) for kind, key in _WINDOW_KEYS.items()}
+        # Read even where the family has no use for them. 0 is how some write that there is no window.
+        self.sizes = {kind: reader.integer_or_none(key, 0, INT64_MAX) for kind, key in _WINDOW_KEYS.items()}
 
 
 def _kinds(reader: Reader, family: str, count: int) -> tuple[Kind, ...]:

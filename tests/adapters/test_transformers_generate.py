@@ -10,6 +10,7 @@ from tests.helpers.transformers_models import (
     FAMILIES,
     FAMILIES_IN_SIM,
     HYBRID_FAMILIES,
+    NAMELESS_FAMILIES,
     UNEQUAL_FAMILIES,
     WINDOW,
     check_equal,
@@ -44,7 +45,7 @@ def check_family(name: str, target: str, steps: int, shape: tuple[int, tuple[int
 
 
 @pytest.mark.parametrize("shape", [SHORT, LONG, PADDED], ids=["short", "long", "padded"])
-@pytest.mark.parametrize("name", [*FAMILIES, *UNEQUAL_FAMILIES, *HYBRID_FAMILIES])
+@pytest.mark.parametrize("name", [*FAMILIES, *NAMELESS_FAMILIES, *UNEQUAL_FAMILIES, *HYBRID_FAMILIES])
 def test_a_family_generates_the_same(name: str, shape: tuple[int, tuple[int, ...]], target: str, steps: int) -> None:
     check_family(name, target, steps, shape)
 

@@ -8,6 +8,7 @@ from tests.helpers.transformers_models import (
     UNEQUAL_FAMILIES,
     WINDOW,
     check_equal,
+    check_near,
     generated,
     opened,
     prompt,
@@ -74,6 +75,9 @@ def test_windows_with_more_heads_whose_k_and_v_are_alike(target: str, monkeypatc
     wanted = generated(model, inputs, 8)
     with opened(model, target) as cache:
         check_equal(generated(model, inputs, 8, cache=cache), wanted)
+    with opened(model, target, attention="paged") as cache:
+        check_near(generated(model, inputs, 8, cache=cache), wanted)
+        assert [layer.num_kv_heads for layer in cache.resources.plan.config.layers] == [2, 1, 2, 1]
 
 
 @pytest.mark.parametrize("name", UNEQUAL_FAMILIES)

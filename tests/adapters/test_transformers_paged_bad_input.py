@@ -193,9 +193,27 @@ def test_masks_that_hide_what_is_stored(target: str) -> None:
         mask[1, 4] = 0
         with pytest.raises(InputError, match="hides column 4 of row 1"):
             model(ids[:, 5:6], attention_mask=mask[:, :6], cache=cache)
-        with pytest.raises(InputError, match="hides column 3 of row 1"):
+        with pytest.raises(InputError, match="hides column 4 of row 0"):
             model(ids[:, 5:6], attention_mask=torch.tensor([[1] * 4, [1, 1, 1, 0]], device=ids.device), cache=cache)
         assert cache.stored_tokens == [5, 2]
+
+
+def test_masks_of_another_shape(target: str) -> None:
+    """What lies behind a mask is hidden, whatever lies before it; one that is longer, or for fewer rows, may show all."""
+    model, ids = tiny("llama", target), prompt(6, target, (0, 0))["input_ids"]
+    with opened(model, target) as cache, torch.no_grad():
+        for columns in (1, 5):
+            with pytest.raises(InputError, match=rf"hides column {columns} of row 0 \(it has {columns} of 6\)"):
+                model(ids, attention_mask=torch.ones_like(ids[:, :columns]), cache=cache)
+        with pytest.raises(InputError, match="hides column 0 of row 0, which is stored"):
+            model(ids, attention_mask=torch.zeros_like(ids[:1]), cache=cache)
+        assert cache.stored_tokens == []
+        model(ids, attention_mask=torch.ones((1, 9), device=ids.device), cache=cache)
+        assert cache.stored_tokens == [6, 6]
+        with pytest.raises(InputError, match=r"hides column 1 of row 0 \(it has 1 of 7\)"):
+            model(ids[:, :1], attention_mask=torch.ones_like(ids[:, :1]), cache=cache)
+        model(ids[:, :1], attention_mask=torch.ones((2, 7), device=ids.device), cache=cache)
+        assert cache.stored_tokens == [7, 7]
 
 
 def test_masks_of_images_and_blocks(target: str) -> None:

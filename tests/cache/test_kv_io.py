@@ -7,6 +7,7 @@ import gc
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -283,6 +284,32 @@ def test_arrays_of_other_libraries_are_used_in_place() -> None:
             io.gather(0, k, v, np.array([5], np.int32))
 
 
+def test_layers_are_named_as_the_caller_counts_them() -> None:
+    """Decoder layers, of which not all have attention; what a message advises can be done."""
+    config = tiny_config(None, None, None, heads=(2, 8), donors={2: 1}, kv_cache_dtype="float8_e4m3")
+    types = ("none", "attention", "none", "attention", "attention")
+    for kind in ("float8_e4m3", "float32"):
+        with opened_io(replace(config, layer_types=types, kv_cache_dtype=kind)) as (batch, io):
+            sequence = batch.admit(num_tokens=5)
+            view = batch.step({sequence: 5})
+            k = uploaded(io, np.ones((5, 2, 8), np.float32))
+            with pytest.raises(InputError, match="layer: 4 borrows K and V of layer 3, and writes none"):
+                io.write(4, k, k, view)
+            with pytest.raises(InputError, match="layer: 4 borrows K and V of layer 3, and writes none"):
+                io.set_scales(4, 1.0, 1.0)
+            if kind == "float32":
+                with pytest.raises(InputError, match="layer: 3 is stored as float32"):
+                    io.set_scales(3, 1.0, 1.0)
+                continue
+            with pytest.raises(StateError, match=r"layer 3 is stored .* set_scales\(3, 1.0, 1.0\) is to say so"):
+                io.write(3, k, k, view)
+            with pytest.raises(StateError, match=r"layer 4 is stored .* set_scales\(3, 1.0, 1.0\) is to say so"):
+                io.scales(4)
+            io.set_scales(3, 1.0, 1.0)
+            io.write(3, k, k, view)
+            assert io.scales(4) is not None
+
+
 def test_bad_input_changes_nothing() -> None:
     with opened_io(tiny_config(None, None, heads=(2, 8), donors={1: 0}, kv_cache_dtype="float32")) as (batch, io):
         sequence = batch.admit(num_tokens=5)
@@ -296,9 +323,9 @@ def test_bad_input_changes_nothing() -> None:
             io.write(7, good, good, view)
         with pytest.raises(InputError, match="layer: array"):
             io.write(np.array(0), good, good, view)  # type: ignore[arg-type]
-        with pytest.raises(InputError, match="layer: 1 borrows K and V of attention layer 0"):
+        with pytest.raises(InputError, match="layer: 1 borrows K and V of layer 0"):
             io.write(1, good, good, view)
-        with pytest.raises(InputError, match="layer: 1 borrows K and V of attention layer 0"):
+        with pytest.raises(InputError, match="layer: 1 borrows K and V of layer 0"):
             io.scatter(1, square, other, lengths)
         with pytest.raises(ShapeError, match="k, v: 4 tokens given, 5 wanted"):
             io.write(0, good[:4], good[:4], view)

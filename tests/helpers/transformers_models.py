@@ -70,6 +70,7 @@ _PER_LAYER = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VO
 FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", "LlamaForCausalLM", {}),
     "qwen2": ("Qwen2Config", "Qwen2ForCausalLM", {"use_sliding_window": True, "max_window_layers": 2, **_SLIDING}),
+    "qwen2_moe": ("Qwen2MoeConfig", "Qwen2MoeForCausalLM", _SHARED_EXPERT),  # states a window of 0
     "qwen3": ("Qwen3Config", "Qwen3ForCausalLM", _HEAD),
     "mistral": ("MistralConfig", "MistralForCausalLM", _SLIDING),
     "phi3": ("Phi3Config", "Phi3ForCausalLM", _SLIDING),
@@ -87,7 +88,17 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "Llama4ForCausalLM",
         {**_HEAD, **_SMALL_EXPERTS, "attention_chunk_size": WINDOW, "floor_scale": 4},  # queries grow with the length
     ),
+    "modernbert_decoder": (
+        "ModernBertDecoderConfig",
+        "ModernBertDecoderForCausalLM",
+        {"num_key_value_heads": 4, "local_attention": 2 * WINDOW, "global_attn_every_n_layers": 2},  # whose decoder is a head
+    ),
     "gpt_neox": ("GPTNeoXConfig", "GPTNeoXForCausalLM", {"num_key_value_heads": 4}),
+}
+#: As those, with attention of their own, which has no name: no other can take its place.
+NAMELESS_FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "gpt_neox_japanese": ("GPTNeoXJapaneseConfig", "GPTNeoXJapaneseForCausalLM", {"num_key_value_heads": 4}),
+    "bloom": ("BloomConfig", "BloomForCausalLM", {"num_key_value_heads": 4, "n_layer": 4, "n_head": 4}),
 }
 #: As those: K and V of different sizes, latents in all but the last.
 UNEQUAL_FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -160,7 +171,7 @@ HYBRID_FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
 }
 #: Those that have no attention but their own.
-_EAGER_ONLY = ("gemma2", "gpt_oss", "mimo_v2_flash")
+_EAGER_ONLY = ("gemma2", "gpt_oss", "mimo_v2_flash", "gpt_neox_japanese", "bloom")
 #: Those that the simulator has the time for.
 FAMILIES_IN_SIM = ("llama", "gemma3")
 
@@ -170,16 +181,20 @@ def place(target: str) -> str:
     return "cuda" if target == "cuda" else "cpu"
 
 
+def made(config_class: str, model_class: str, extra: dict[str, Any], attention: str = "sdpa", seed: int = 0) -> Any:
+    """Return a model of the common sizes, but for what `extra` says, in float32 on the host."""
+    torch.manual_seed(seed)
+    config = getattr(transformers, config_class)(**{**_COMMON, **extra}, attn_implementation=attention)
+    return getattr(transformers, model_class)(config).eval()
+
+
 @cache
 def tiny(
     name: str, target: str = "cpu", kind: str = "float32", attention: str = "sdpa", seed: int = 0, noise: float = 0.0
 ) -> Any:
     """Return a model of a family; equal arguments give equal weights. `noise` makes a bad copy of it."""
-    config_class, model_class, extra = {**FAMILIES, **UNEQUAL_FAMILIES, **HYBRID_FAMILIES}[name]
-    torch.manual_seed(seed)
     attention = "eager" if name in _EAGER_ONLY else attention
-    config = getattr(transformers, config_class)(**{**_COMMON, **extra}, attn_implementation=attention)
-    model = getattr(transformers, model_class)(config)
+    model = made(*{**FAMILIES, **NAMELESS_FAMILIES, **UNEQUAL_FAMILIES, **HYBRID_FAMILIES}[name], attention, seed)
     with torch.no_grad():
         for weight in model.parameters():
             if noise:

@@ -56,6 +56,7 @@ def test_many_rows_raise_the_tokens_of_a_step() -> None:
 FAMILIES = [
     ("llama", 4, {}, "FFFF", 0),
     ("llama", 4, {"sliding_window": 64}, "FFFF", 0),  # the family has no such key
+    ("llama", 2, {"sliding_window": 0, "attention_chunk_size": 0}, "FF", 0),
     ("mistral", 3, {"sliding_window": 64}, "SSS", 64),
     ("mistral", 3, {"sliding_window": None}, "FFF", 0),
     ("mixtral", 3, {}, "FFF", 0),
@@ -66,6 +67,8 @@ FAMILIES = [
     ("qwen2", 4, {"sliding_window": 64, "max_window_layers": 2}, "FFFF", 0),  # off unless switched on
     ("qwen2", 4, {"sliding_window": 64, "use_sliding_window": True, "max_window_layers": 2}, "FFSS", 64),
     ("qwen2", 4, {"sliding_window": None, "use_sliding_window": True, "max_window_layers": 2}, "FFFF", 0),
+    ("qwen2_moe", 2, {"sliding_window": 0, "use_sliding_window": False}, "FF", 0),  # as transformers writes that
+    ("qwen2_moe", 2, {"sliding_window": 0, "use_sliding_window": False, "layer_types": ["full_attention"] * 2}, "FF", 0),
     ("qwen3", 3, {"sliding_window": 64, "use_sliding_window": True, "max_window_layers": 0}, "SSS", 64),
     ("qwen3", 30, {"sliding_window": 64, "use_sliding_window": True}, "F" * 28 + "SS", 64),
     ("qwen3_moe", 3, {"sliding_window": 64, "use_sliding_window": True, "max_window_layers": 2}, "SSS", 64),
