@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from numba_kv.adapters.triton_tables import is_installed
+from numba_kv.adapters.torch_timing import median_us
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from numba_kv.device import Tensor
 
-__all__ = ["PageCopy", "TorchKV", "captured_us", "copy_us", "is_installed", "median_us"]
+__all__ = ["PageCopy", "TorchKV", "copy_us"]
 
 
 def copy_us(nbytes: int) -> float:
@@ -118,21 +118,6 @@ class TorchKV:
         return lambda: self.write(len(few), few)
 
 
-def captured_us(work: Callable[[], None], steps: int) -> float:
-    """Return microseconds of `work` inside a graph of `steps` times it."""
-    import torch
-
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        work()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=side):
-        for _ in range(steps):
-            work()
-    return median_us(graph.replay, inner=1) / steps
-
-
 class PageCopy:
     """Pages to pages of the same pools.
 
@@ -170,26 +155,6 @@ class PageCopy:
     def times(self) -> dict[str, float]:
         """Return microseconds of each."""
         return {"torch": median_us(self.with_torch), "triton": median_us(self.with_triton)}
-
-
-def median_us(work: Callable[[], object], repeat: int = 15, inner: int = 5) -> float:
-    """Return the median time of `work`: several between two events, the first of them behind work that is not timed."""
-    import torch
-
-    for _ in range(2):
-        work()
-    times = []
-    for _ in range(repeat):
-        torch.cuda.synchronize()
-        work()
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        for _ in range(inner):
-            work()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) * 1e3 / inner)
-    return float(sorted(times)[repeat // 2])
 
 
 def _kernels() -> tuple[Any, ...]:

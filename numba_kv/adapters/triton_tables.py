@@ -6,21 +6,12 @@ This is what a serving engine that decides on the host leaves to the GPU; length
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib.util import find_spec
 from typing import Any
 
+from numba_kv.adapters.torch_timing import captured_us, is_installed
 from numba_kv.errors import InteropError
 
-__all__ = ["is_installed", "table_step", "torch_copy_bytes_per_second"]
-
-
-def is_installed() -> bool:
-    """Return whether torch with a usable GPU, and Triton, are here."""
-    if find_spec("torch") is None or find_spec("triton") is None:
-        return False
-    import torch
-
-    return bool(torch.cuda.is_available())
+__all__ = ["table_step", "torch_copy_bytes_per_second"]
 
 
 def torch_copy_bytes_per_second(nbytes: int = 1 << 30) -> float:
@@ -72,26 +63,7 @@ def table_step(rows: int, groups: int, width: int, page_tokens: int) -> tuple[Ca
             gather[(rows,)](tables[g], outs[g], order, counts, width, BLOCK=1024)
             slots[(-(-rows // 256),)](outs[g], positions, mapping[g], rows, width, page_tokens, BLOCK=256)
 
-    def gpu_us(repeat: int) -> float:
-        side = torch.cuda.Stream()
-        with torch.cuda.stream(side):
-            run()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=side):
-            for _ in range(repeat):
-                run()
-        times = []
-        for _ in range(15):
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            times.append(begin.elapsed_time(end) * 1e3 / repeat)
-        return float(sorted(times)[7])
-
-    return run, gpu_us
+    return run, lambda repeat: captured_us(run, repeat)
 
 
 def _kernels() -> tuple[Any, Any]:

@@ -139,7 +139,7 @@ def measure_copy(options: BenchOptions) -> dict[str, object]:
 
 def measure_step(options: BenchOptions) -> dict[str, object]:
     """Time a decode step's bookkeeping over rows, contexts, groups and page sizes, beside other ways to do it."""
-    from numba_kv.adapters import triton_tables
+    from numba_kv.adapters import torch_timing, triton_tables
     from numba_kv.device import resolve_target
     from numba_kv.replay.bench_step import measure_point, step_points
 
@@ -147,7 +147,7 @@ def measure_step(options: BenchOptions) -> dict[str, object]:
     on_gpu = target == "cuda"
     points = list(step_points(1 << 20 if on_gpu else 1 << 14))
     found: dict[str, object] = {"points": [measure_point(point, target) for point in points]}
-    if on_gpu and triton_tables.is_installed():
+    if on_gpu and torch_timing.is_installed():
         base = points[0]
         run, gpu_us = triton_tables.table_step(base.rows, base.groups, base.context // base.page_tokens, base.page_tokens)
         found["triton_tables"] = {

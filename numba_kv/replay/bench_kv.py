@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from numba_kv.adapters import torch_kv
+from numba_kv.adapters import torch_kv, torch_timing
 from numba_kv.cache.kv_bound import BoundCall
 from numba_kv.cache.kv_io import KVIO
 from numba_kv.config import AttentionLayer, LLMEngineConfig
@@ -140,7 +140,7 @@ class _Bench:
         found = self._point(what, nbytes, lambda: self.io.write_rotated(_LAYER, q, self.k, self.v, step, self.table))
         if self._has_others():
             two_passes = self._others().rotate_then_write(q, self.table, self.positions, self.slots)
-            found["triton_us"] = round(torch_kv.median_us(two_passes), 2)
+            found["triton_us"] = round(torch_timing.median_us(two_passes), 2)
         return found
 
     def _step(self, tokens: int, slots: Tensor) -> Any:
@@ -195,7 +195,7 @@ class _Bench:
             triton = others.write_few(self.few_slots)
             if what == "rotate_decode":
                 triton = others.rotate_then_write(self.q, self.table, self.positions, self.few_slots)
-            found["triton_us"] = round(torch_kv.captured_us(triton, steps), 3)
+            found["triton_us"] = round(torch_timing.captured_us(triton, steps), 3)
         return found
 
     def _moved(self) -> int:
@@ -219,7 +219,7 @@ class _Bench:
     def _has_others(self) -> bool:
         """Whether the same work is there in torch and in Triton."""
         ours = self.kind == "bfloat16" and self.layout == "NHD" and self.device.target == "cuda"
-        return ours and torch_kv.is_installed()
+        return ours and torch_timing.is_installed()
 
     def _beside(self, what: str) -> dict[str, object]:
         """Time the same work in torch and in Triton."""
@@ -283,7 +283,7 @@ def _captured(device: Device, work: Callable[[Stream], None], steps: int) -> dic
 def plain_copy_us(device: Device, nbytes: int) -> float | None:
     """Return the time of a plain copy that moves `nbytes`, read and written together: torch's on a GPU, NumPy's elsewhere."""
     if device.target == "cuda":
-        return torch_kv.copy_us(nbytes // 2) if torch_kv.is_installed() else None
+        return torch_kv.copy_us(nbytes // 2) if torch_timing.is_installed() else None
     import numpy as np
 
     source, target = np.ones(nbytes // 2, np.uint8), np.zeros(nbytes // 2, np.uint8)
