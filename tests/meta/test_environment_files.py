@@ -119,7 +119,8 @@ def test_the_tools_name_the_versions_of_the_frameworks(project: dict) -> None:
         import _environment
     finally:
         sys.path.pop(0)
-    pinned = [line for line in project["optional-dependencies"]["frameworks"] if not line.startswith("numba-kv")]
+    lines = project["optional-dependencies"]["frameworks"]
+    pinned = [line for line in lines if not line.startswith(("numba-kv", "jax"))]  # not every Python has a JAX
     assert sorted(_environment.FRAMEWORKS.values()) == sorted(pinned)
     assert tuple(_environment.FRAMEWORKS) == _environment.MODULES["frameworks"]
 
