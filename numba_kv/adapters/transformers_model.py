@@ -100,9 +100,9 @@ def read_model(
         raise ConfigError(f"model: its dtype is {kind}; a cache can be {', '.join(KV_CACHE_DTYPES)}")
     text = find(decoder=True)
     types, windows = _layer_types(text)
+    chunked = tuple(reads_pages and each == _CHUNKED for each in types)
     if reads_pages:
-        are_chunks = tuple(each == _CHUNKED for each in types)
-        windows = attended_windows(decoder_of(model), text, windows, are_chunks, max_tokens)
+        windows = attended_windows(decoder_of(model), text, windows, chunked, max_tokens)
     stated = _plain(text)
     sizes = read_sizes(stated)
     if reads_pages and sizes is not None and not sizes.are_equal:
@@ -124,7 +124,6 @@ def read_model(
         config = _doubled(config, windows)
     if sizes is not None and sizes.are_equal:
         sizes = None
-    chunked = tuple(reads_pages and each == _CHUNKED for each in types)
     return replace(_combined(config, types, windows, chunked, max_rewind_tokens > 0), sizes=sizes)
 
 

@@ -8,38 +8,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from numba_kv.adapters.torch_timing import captured_us, is_installed
+from numba_kv.adapters.torch_timing import is_installed
 from numba_kv.errors import InteropError
 
-__all__ = ["table_step", "torch_copy_bytes_per_second"]
+__all__ = ["table_step"]
 
 
-def torch_copy_bytes_per_second(nbytes: int = 1 << 30) -> float:
-    """Return how fast torch copies device memory, bytes read and written: the practical limit."""
-    import torch
-
-    source = torch.empty(nbytes, dtype=torch.uint8, device="cuda")
-    target = torch.empty_like(source)
-    times = []
-    for _ in range(8):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        target.copy_(source)
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) / 1e3)
-    return float(2 * nbytes / sorted(times)[len(times) // 2])
-
-
-def table_step(rows: int, groups: int, width: int, page_tokens: int) -> tuple[Callable[[], None], Callable[[int], float]]:
+def table_step(rows: int, groups: int, width: int, page_tokens: int) -> Callable[[], None]:
     """Build the table work of one decode step over `rows` rows in `groups` groups.
 
     Returns
     -------
-    run : callable
+    callable
         Enqueues it on torch's current stream.
-    gpu_us : callable
-        ``gpu_us(repeat)``: microseconds of it on the GPU inside a graph of `repeat` steps.
 
     Raises
     ------
@@ -63,7 +44,7 @@ def table_step(rows: int, groups: int, width: int, page_tokens: int) -> tuple[Ca
             gather[(rows,)](tables[g], outs[g], order, counts, width, BLOCK=1024)
             slots[(-(-rows // 256),)](outs[g], positions, mapping[g], rows, width, page_tokens, BLOCK=256)
 
-    return run, lambda repeat: captured_us(run, repeat)
+    return run
 
 
 def _kernels() -> tuple[Any, Any]:

@@ -132,18 +132,17 @@ def launch_call(launch: Launch) -> tuple[Any, ...]:
     import numpy as np
 
     kernel, device, block = launch.kernel, launch.device, launch.block
+    capability: tuple[int, int] = device.compute_capability  # type: ignore[attr-defined]
     with _lock, device.active():
         place = (kernel, device.ordinal)
         if place not in _functions:
-            cubin, entry = _cubin(kernel, device.compute_capability)  # type: ignore[attr-defined]
+            cubin, entry = _cubin(kernel, capability)
             _functions[place] = Function(cubin, entry)
         function = _functions[place]
     if launch.addresses is None:
         base = block.ctypes.data
         launch.addresses = np.arange(base, base + 8 * len(block), 8, dtype=np.uint64)
-    parameters = launch.addresses.ctypes.data
-    capability: tuple[int, int] = device.compute_capability  # type: ignore[attr-defined]
-    return launch_words(function.handle, launch.threads, parameters, capability)
+    return launch_words(function.handle, launch.threads, launch.addresses.ctypes.data, capability)
 
 
 def cuda_runner(launch: Launch) -> Callable[[int, Stream], None]:

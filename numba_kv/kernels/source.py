@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
+from collections.abc import Iterator
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -92,21 +93,27 @@ def constants_of(function: FunctionType) -> list[tuple[str, object]]:
     seen: set[int] = set()
     pending = [function]
     while pending:
-        scope, codes = pending[-1].__globals__, [pending.pop().__code__]
-        while codes:
-            code = codes.pop()
-            codes += [inner for inner in code.co_consts if isinstance(inner, CodeType)]
-            for name in code.co_names:
-                value = scope.get(name)
-                inner = [(f"{name}.{each}", getattr(value, each, None)) for each in code.co_names]
-                for place, each in inner if isinstance(value, ModuleType) else [(name, value)]:
-                    called = getattr(each, "py_func", None)
-                    if isinstance(called, FunctionType) and id(called) not in seen:
-                        seen.add(id(called))
-                        pending.append(called)
-                    elif _is_constant(each):
-                        found.append((place, _shown(each)))
+        for place, value in _globals_of(pending.pop()):
+            called = getattr(value, "py_func", None)
+            if isinstance(called, FunctionType) and id(called) not in seen:
+                seen.add(id(called))
+                pending.append(called)
+            elif _is_constant(value):
+                found.append((place, _shown(value)))
     return found
+
+
+def _globals_of(function: FunctionType) -> Iterator[tuple[str, object]]:
+    """Yield each global name of a function, and of functions inside it, with what it finds there; of a module, its own too."""
+    codes = [function.__code__]
+    while codes:
+        code = codes.pop()
+        codes += [inner for inner in code.co_consts if isinstance(inner, CodeType)]
+        for name in code.co_names:
+            value = function.__globals__.get(name)
+            yield name, value
+            if isinstance(value, ModuleType):
+                yield from ((f"{name}.{each}", getattr(value, each, None)) for each in code.co_names)
 
 
 def _is_constant(value: object) -> bool:

@@ -139,7 +139,7 @@ def measure_copy(options: BenchOptions) -> dict[str, object]:
 
 def measure_step(options: BenchOptions) -> dict[str, object]:
     """Time a decode step's bookkeeping over rows, contexts, groups and page sizes, beside other ways to do it."""
-    from numba_kv.adapters import torch_timing, triton_tables
+    from numba_kv.adapters import torch_kv, torch_timing, triton_tables
     from numba_kv.device import resolve_target
     from numba_kv.replay.bench_step import measure_point, step_points
 
@@ -149,14 +149,15 @@ def measure_step(options: BenchOptions) -> dict[str, object]:
     found: dict[str, object] = {"points": [measure_point(point, target) for point in points]}
     if on_gpu and torch_timing.is_installed():
         base = points[0]
-        run, gpu_us = triton_tables.table_step(base.rows, base.groups, base.context // base.page_tokens, base.page_tokens)
+        run = triton_tables.table_step(base.rows, base.groups, base.context // base.page_tokens, base.page_tokens)
         found["triton_tables"] = {
             "rows": base.rows,
             "groups": base.groups,
             "host_us": median_us(run, 200),
-            "captured_gpu_us": round(gpu_us(50), 3),
+            "captured_gpu_us": round(torch_timing.captured_us(run, 50), 3),
         }
-        found["torch_copy_tb_per_s"] = round(triton_tables.torch_copy_bytes_per_second() / 1e12, 3)
+        nbytes = 1 << 30
+        found["torch_copy_tb_per_s"] = round(2 * nbytes / torch_kv.copy_us(nbytes) / 1e6, 3)  # read and written
     return found
 
 

@@ -192,8 +192,9 @@ class _Bench:
         found |= _captured(self.device, work, steps)
         if self._has_others():
             others = self._others()
-            triton = others.write_few(self.few_slots)
-            if what == "rotate_decode":
+            if what == "write_decode":
+                triton = others.write_few(self.few_slots)
+            else:
                 triton = others.rotate_then_write(self.q, self.table, self.positions, self.few_slots)
             found["triton_us"] = round(torch_timing.captured_us(triton, steps), 3)
         return found
